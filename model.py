@@ -1,0 +1,379 @@
+"""LLaMA in one file: the forward pass, its KV cache, the loader of Hugging Face folders, the tokenizer.
+
+The arithmetic is that of LLaMA-2 (Touvron et al., arXiv 2307.09288): RMSNorm before each part, rotary positions,
+grouped-query attention, SwiGLU. It equals Hugging Face transformers' on the same folder. Left out on purpose: biases,
+sliding windows, experts, rope types other than plain and linear. A checkpoint that needs one of them is refused by name.
+
+Shapes: B batch, T new tokens, S cached + new tokens, D hidden size, H query heads, G key/value heads, E head size, V vocabulary.
+"""
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+
+@dataclass
+class LlamaConfig:
+    """The fields of config.json that change the arithmetic, under their Hugging Face names."""
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None      # None: as many as query heads (no grouping)
+    head_dim: int | None = None                 # None: hidden_size / num_attention_heads
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0                    # linear rope scaling: positions are divided by it
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self):
+        for name in ("num_key_value_heads", "head_dim"):
+            if getattr(self, name) is None:
+                heads = self.num_attention_heads
+                setattr(self, name, heads if name == "num_key_value_heads" else self.hidden_size // heads)
+        for name, value in asdict(self).items():
+            if name != "tie_word_embeddings" and not (isinstance(value, (int, float)) and value > 0):
+                raise ValueError(f"config: {name} must be a positive number, not {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"config: {self.num_attention_heads} query heads do not divide into "
+                             f"{self.num_key_value_heads} key/value heads")
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> "LlamaConfig":
+        """Reads a Hugging Face config.json, old form or new; raises ValueError for what this file does not compute."""
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if raw.get("model_type", "llama") != "llama":
+            raise ValueError(f"model_type {raw['model_type']!r} is not supported; this code runs 'llama' checkpoints only")
+        if kind not in ("default", "linear"):
+            raise ValueError(f"rope type {kind!r} is not supported (default and linear are); use a LLaMA-2 style checkpoint")
+        only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
+        for key, value in only.items():
+            if raw.get(key, value) not in (value, None):
+                raise ValueError(f"{key} = {raw[key]!r} is not supported; this code computes {key} = {value!r} only")
+        fields = {k: raw[k] for k in cls.__dataclass_fields__ if k in raw}
+        fields["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+        fields["rope_factor"] = rope.get("factor", 1.0) if kind == "linear" else 1.0
+        return cls(**fields)
+
+    def to_dict(self) -> dict:
+        """The Hugging Face form of this config."""
+        raw = asdict(self) | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+        factor = raw.pop("rope_factor")
+        return raw | {"rope_scaling": None if factor == 1.0 else {"type": "linear", "factor": factor}}
+
+
+class KVCache:
+    """Keys and values of the committed positions, preallocated for `rows` positions.
+
+    Contract: the rows 0..length-1 are valid. `write` puts T new rows behind them and returns all S = length + T;
+    nothing counts until `length` is moved. `keep(start, rows)` moves the given rows to start, start+1, ... and cuts there.
+    """
+
+    def __init__(self, layers: int, config: LlamaConfig, rows: int, like: torch.Tensor, batch: int = 1):
+        shape = (layers, 2, batch, config.num_key_value_heads, rows, config.head_dim)
+        self.kv = torch.empty(shape, dtype=like.dtype, device=like.device)      # [layers, 2, B, G, rows, E]
+        self.length = 0
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for `rows` positions in all, keeping what is there."""
+        if rows > self.kv.shape[4]:
+            grown = self.kv.new_empty(*self.kv.shape[:4], rows, self.kv.shape[5])
+            grown[:, :, :, :, :self.length] = self.kv[:, :, :, :, :self.length]
+            self.kv = grown
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [B, G, T, E] -> all keys and values up to and with them, [B, G, S, E] each (views)."""
+        end = self.length + k.shape[2]
+        keys, values = self.kv[layer]
+        keys[:, :, self.length:end] = k
+        values[:, :, self.length:end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+    def keep(self, start: int, rows: list[int]) -> None:
+        """Leaves rows 0..start-1, followed by the given (absolute) rows, in that order."""
+        self.length = start + len(rows)
+        if rows != list(range(start, self.length)):         # already in place: nothing to move
+            index = torch.tensor(rows, device=self.kv.device)
+            self.kv[:, :, :, :, start:self.length] = self.kv.index_select(4, index)
+
+
+def rope_table(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [positions, E] in float32; the first half of sin is negated, as rotate() wants it."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    steps = torch.arange(config.max_position_embeddings, dtype=torch.float32, device="cpu") / config.rope_factor
+    angles = torch.outer(steps, config.rope_theta ** -half)                     # [positions, E/2]
+    return torch.cat((angles.cos(), angles.cos()), 1), torch.cat((-angles.sin(), angles.sin()), 1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in the half-rotation layout of Hugging Face files (no permutation): x [B, T, heads, E]."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)            # (x1, x2) -> (x1 c - x2 s, x2 c + x1 s)
+
+
+class Block(nn.Module):
+    """One decoder layer, in the two halves around attention, so that the draft can put its own attention between them."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.heads, self.groups, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        D, inner = config.hidden_size, config.intermediate_size
+        self.input_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.qkv_proj = nn.Linear(D, (self.heads + 2 * self.groups) * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, D, bias=False)
+        self.post_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(D, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, D, bias=False)
+
+    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """x [B, T, D] -> q [B, H, T, E], k and v [B, G, T, E], q and k rotated."""
+        B, T, _ = x.shape
+        qkv = self.qkv_proj(self.input_norm(x)).view(B, T, -1, self.head_dim)   # [B, T, H + 2G, E]
+        qk = rotate(qkv[:, :, :self.heads + self.groups], cos, sin).transpose(1, 2)
+        return qk[:, :self.heads], qk[:, self.heads:], qkv[:, :, self.heads + self.groups:].transpose(1, 2)
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of the layer: x [B, T, D] and what attention gathered, [B, H, T, E] -> [B, T, D]."""
+        x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, -1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False):
+    """q [B, H, T, E], k and v [B, G, S, E] -> [B, H, T, E]; query head h reads key/value head h // (H / G)."""
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Boolean -> 0 / -inf. Combine booleans first and fill once: adding two such masks makes NaN in half precision."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
+
+
+class Llama(nn.Module):
+    """The target model. Frozen: no parameter asks for a gradient."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed.weight
+        self.requires_grad_(False)
+        cos, sin = rope_table(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def rope(self, positions: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T] or [B, T] (or a slice) -> cos, sin [T or B, T, 1, E]."""
+        return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+
+    def hidden_states(self, tokens: torch.Tensor, cache: KVCache | None = None, positions: torch.Tensor | None = None,
+                      mask: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [B, T] int64 -> [B, T, D] after the final norm.
+
+        With a cache the T tokens follow its rows and are added to it. positions [T] or [B, T] default to the rows'
+        numbers; mask [T, S] or [B, 1, T, S], additive, defaults to causal.
+        """
+        T, past = tokens.shape[1], 0 if cache is None else cache.length
+        cos, sin = self.rope(slice(past, past + T) if positions is None else positions)
+        if mask is None and past and T > 1:     # is_causal would align top-left and hide the past
+            mask = additive_mask(torch.ones(T, past + T, dtype=torch.bool, device=tokens.device).tril(past), cos.dtype)
+        x = self.embed(tokens)                                                  # [B, T, D]
+        for i, block in enumerate(self.layers):
+            q, k, v = block.project(x, cos, sin)
+            if cache is not None:
+                k, v = cache.write(i, k, v)                                     # [B, G, S, E]
+            x = block.finish(x, attend(q, k, v, mask, causal=mask is None and T > 1))
+        if cache is not None:
+            cache.length += T
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [B, T] int64 -> logits [B, T, V]."""
+        return self.lm_head(self.hidden_states(tokens))
+
+    def new_cache(self, rows: int, batch: int = 1) -> KVCache:
+        return KVCache(len(self.layers), self.config, rows, self.embed.weight, batch)
+
+    @classmethod
+    def from_pretrained(cls, folder, device="cpu", dtype: torch.dtype = torch.float32) -> "Llama":
+        """Loads a Hugging Face folder: config.json and model.safetensors, or shards under model.safetensors.index.json.
+
+        Raises FileNotFoundError for a missing file, ValueError for what cannot be computed or does not fit.
+        """
+        folder = Path(folder)
+        raw = read_json(folder / "config.json")
+        try:
+            config = LlamaConfig.from_dict(raw)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{folder / 'config.json'}: {error}") from None
+        with torch.device("meta"):              # shapes only; each tensor is replaced below, one at a time
+            model = cls(config)
+        where = tensor_files(folder)
+        for name, parameter in list(model.named_parameters()):
+            weight = torch.cat([read_tensor(where, hf, shape, dtype) for hf, shape in hf_parts(name, parameter, config)])
+            owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            setattr(owner, leaf, nn.Parameter(weight.to(device), requires_grad=False))
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.embed.weight
+        refuse_unknown(where, model)
+        cos, sin = rope_table(config)
+        model.cos, model.sin = cos.to(device, dtype), sin.to(device, dtype)
+        return model
+
+    def save_pretrained(self, folder, dtype: torch.dtype | None = None) -> None:
+        """Writes the Hugging Face layout: config.json and model.safetensors; tied embeddings once."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for name, parameter in self.named_parameters():
+            parts = hf_parts(name, parameter, self.config)
+            for (hf, _), piece in zip(parts, parameter.detach().split([shape[0] for _, shape in parts])):
+                tensors[hf] = piece.to("cpu", dtype or piece.dtype).contiguous()
+        Path(folder, "config.json").write_text(json.dumps(self.config.to_dict(), indent=2))
+        save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoint files
+
+HF_NAMES = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"],
+            "input_norm": ["input_layernorm"], "post_norm": ["post_attention_layernorm"],
+            "qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "o_proj": ["self_attn.o_proj"],
+            "gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "down_proj": ["mlp.down_proj"]}
+
+
+def hf_parts(name: str, parameter: torch.Tensor, config: LlamaConfig) -> list[tuple[str, list[int]]]:
+    """One of our (fused) parameters -> the Hugging Face tensors stacked in it, with their shapes."""
+    *prefix, module, leaf = name.split(".")
+    rows, rest = parameter.shape[0], list(parameter.shape[1:])
+    kv = config.num_key_value_heads * config.head_dim
+    sizes = {"qkv_proj": [rows - 2 * kv, kv, kv], "gate_up_proj": [rows // 2] * 2}.get(module, [rows])
+    start = ".".join(["model", *prefix]) + "." if prefix else ""
+    return [(f"{start}{hf}.{leaf}", [size, *rest]) for hf, size in zip(HF_NAMES[module], sizes)]
+
+
+def read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} not found; point to a folder in Hugging Face layout (config.json, *.safetensors)")
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch the file again") from None
+
+
+def open_safetensors(path: Path):
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} not found; the checkpoint is incomplete, fetch that file again")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); fetch the file again") from None
+
+
+def tensor_files(folder: Path) -> dict:
+    """Tensor name -> the open file that holds it. With an index, only what the index names is read."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = read_json(index)["weight_map"]
+        files = {file: open_safetensors(folder / file) for file in sorted(set(names.values()))}
+        return {name: files[file] for name, file in names.items()}
+    if not (folder / "model.safetensors").is_file() and list(folder.glob("pytorch_model*.bin")):
+        raise ValueError(f"{folder} holds only pytorch_model*.bin files, which are not read; save it as safetensors first")
+    file = open_safetensors(folder / "model.safetensors")
+    return dict.fromkeys(file.keys(), file)
+
+
+def read_tensor(where: dict, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    if name not in where:
+        raise ValueError(f"the checkpoint has no tensor {name!r}; it is incomplete or not a LLaMA checkpoint")
+    try:
+        tensor = where[name].get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"tensor {name!r} cannot be read ({error}); fetch the checkpoint again") from None
+    if list(tensor.shape) != shape:
+        raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {shape}")
+    return tensor.to(dtype)
+
+
+def refuse_unknown(where: dict, model: Llama) -> None:
+    """An unread tensor would mean another model than config.json tells; only recomputable rope buffers may be there."""
+    known = {hf for name, p in model.named_parameters() for hf, _ in hf_parts(name, p, model.config)}
+    known |= {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    odd = [n for n in where if n not in known and not n.endswith(("rotary_emb.inv_freq", "rope.freqs"))]
+    if odd:
+        raise ValueError(f"the checkpoint has {len(odd)} unknown tensors, such as {odd[0]!r}; it is not a plain LLaMA")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
+
+class Tokenizer:
+    """Text <-> ids through the folder's own tokenizer.model (sentencepiece) or tokenizer.json (tokenizers, optional).
+
+    encode treats text as plain text: a typed "</s>" stays text, control ids are inserted by chat templates only.
+    """
+
+    def __init__(self, encode, decode, vocab_size: int, special: dict[str, int], bos_id: int | None, eos_ids: set[int],
+                 adds_bos: bool):
+        self._encode, self._decode, self.special = encode, decode, special
+        self.vocab_size, self.bos_id, self.eos_ids, self.adds_bos = vocab_size, bos_id, eos_ids, adds_bos
+
+    @classmethod
+    def from_pretrained(cls, folder) -> "Tokenizer":
+        """Raises FileNotFoundError without tokenizer files, ValueError if they cannot be read."""
+        folder = Path(folder)
+        raw = read_json(folder / "config.json")
+        eos = raw.get("eos_token_id")
+        eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        if (folder / "tokenizer.model").is_file():
+            return cls._sentencepiece(folder / "tokenizer.model", eos_ids)
+        if (folder / "tokenizer.json").is_file():
+            return cls._tokenizers(folder / "tokenizer.json", raw.get("bos_token_id"), eos_ids)
+        raise FileNotFoundError(f"{folder} has neither tokenizer.model nor tokenizer.json; copy one of them there")
+
+    @classmethod
+    def _sentencepiece(cls, path: Path, eos_ids: set[int]) -> "Tokenizer":
+        import sentencepiece
+        sp = sentencepiece.SentencePieceProcessor()
+        try:
+            sp.Load(str(path))
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{path} is not a sentencepiece model ({error}); fetch the file again") from None
+        special = {sp.IdToPiece(i): i for i in range(sp.vocab_size()) if sp.IsControl(i)}
+        bos = sp.bos_id() if sp.bos_id() >= 0 else None
+        return cls(sp.EncodeAsIds, sp.DecodeIds, sp.vocab_size(), special, bos, eos_ids or {sp.eos_id()}, bos is not None)
+
+    @classmethod
+    def _tokenizers(cls, path: Path, bos_id: int | None, eos_ids: set[int]) -> "Tokenizer":
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"{path} needs the tokenizers package: pip install tokenizers") from None
+        try:
+            tok = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:      # the package raises bare Exception
+            raise ValueError(f"{path} cannot be read ({error}); fetch the file again") from None
+        adds_bos = bos_id is not None and tok.encode("a").ids[:1] == [bos_id]
+        tok.encode_special_tokens = True
+        special = {t.content: i for i, t in tok.get_added_tokens_decoder().items() if t.special}
+        return cls(lambda text: tok.encode(text, add_special_tokens=False).ids, tok.decode, tok.get_vocab_size(), special,
+                   bos_id, eos_ids, adds_bos)
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """bos=True puts BOS in front where the folder's own tokenizer does (LLaMA: yes, SmolLM2: no)."""
+        return ([self.bos_id] if bos and self.adds_bos else []) + self._encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Control ids, and ids past the tokenizer's size (padded embeddings), decode to nothing."""
+        return self._decode([i for i in ids if 0 <= i < self.vocab_size])

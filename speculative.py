@@ -1,0 +1,490 @@
+"""Lossless speculative decoding: the accept/reject sampler, the token tree, the decode loop.
+
+A round: (1) draft a tree of candidate tokens, (2) verify them in ONE target pass, (3) accept a path from the root,
+(4) commit that path and one token that the target itself supplies. The text is distributed exactly as the target's:
+speculative sampling (Chen et al., arXiv 2302.01318; Leviathan et al., arXiv 2211.17192), over a tree (SpecInfer, arXiv
+2305.09781) whose siblings are drawn without replacement (recursive rejection sampling, Jeon et al., arXiv 2402.14160).
+Plain decoding is the same loop with a tree of no candidates. Batch size 1.
+
+p is always the target's distribution and q the draft's. V vocabulary, N drafted nodes (node 0 is the root), n cached
+positions, M nodes of one depth.
+"""
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache as memoize
+from functools import partial
+
+import torch
+
+from draft import Chimera, ChimeraState
+from model import KVCache, Llama, additive_mask
+
+DRAFT_TOP = 64          # candidates are drawn from the draft's best 64 tokens; q = 0 elsewhere is lossless and much cheaper
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Distributions and randomness
+
+def is_greedy(temperature: float) -> bool:
+    """The one place that decides; below it logits / temperature would overflow."""
+    return temperature < 1e-5
+
+
+def warp(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """logits [..., V] -> probabilities [..., V] float32: temperature, top-k, renormalise, top-p (at least one token stays)."""
+    probs = (logits.float() / temperature).softmax(-1)
+    k = min(top_k or probs.shape[-1], probs.shape[-1])
+    if k == probs.shape[-1] and top_p >= 1:
+        return probs
+    values, ids = probs.topk(k)                                                 # sorted, so that top-p cuts a tail
+    values = values / values.sum(-1, keepdim=True)
+    before = values.cumsum(-1) - values
+    before[..., 0] = -1.0                                                       # the best token is always kept
+    values = values * (before < top_p) if top_p < 1 else values
+    return torch.zeros_like(probs).scatter(-1, ids, values / values.sum(-1, keepdim=True))
+
+
+class Randomness:
+    """Where chance enters: flip and draw. Tests replace it by one that follows every branch with its weight."""
+
+    def flip(self, probability: float) -> bool:
+        raise NotImplementedError
+
+    def draw(self, probs: torch.Tensor) -> int:
+        """probs [V] -> an index, never one of probability 0."""
+        raise NotImplementedError
+
+    def draw_distinct(self, probs: torch.Tensor, count: int) -> torch.Tensor:
+        """probs [M, V] -> indices [M, count] drawn without replacement, in draw order; -1 where none of q > 0 is left."""
+        rows = []
+        for row in probs.clone():
+            rows.append([])
+            for _ in range(count):
+                rows[-1].append(self.draw(row / row.sum()) if row.sum() > 0 else -1)
+                if rows[-1][-1] >= 0:
+                    row[rows[-1][-1]] = 0
+        return torch.tensor(rows, dtype=torch.long, device=probs.device).view(len(probs), count)
+
+
+class Generator(Randomness):
+    """Randomness from a torch.Generator (None: torch's global one)."""
+
+    def __init__(self, generator: torch.Generator | None = None):
+        self.generator = generator
+        self.log: list[tuple[float, float]] = []                                # (probability, uniform draw) of each flip
+
+    def _uniform(self, *shape: int) -> torch.Tensor:
+        device = "cpu" if self.generator is None else self.generator.device
+        return torch.rand(shape, generator=self.generator, device=device)
+
+    def flip(self, probability: float) -> bool:
+        self.log.append((probability, self._uniform().item()))
+        return self.log[-1][1] < probability
+
+    def draw(self, probs: torch.Tensor) -> int:
+        cdf = probs.double().cumsum(-1)
+        if not math.isfinite(cdf[-1].item()):
+            raise ValueError(NON_FINITE)
+        point = self._uniform().to(cdf.device, torch.float64) * cdf[-1]
+        return int(torch.searchsorted(cdf, point, right=True))                  # right: a token of probability 0 has no width
+
+    def draw_distinct(self, probs: torch.Tensor, count: int) -> torch.Tensor:
+        """The Gumbel-top-k trick (Kool et al., arXiv 1903.06059): one draw for all rows, the same law as drawing in turn."""
+        exponential = -torch.log1p(-self._uniform(*probs.shape)).to(probs.device)       # u in [0, 1) -> never infinite
+        keys = probs.log() - exponential.clamp(min=1e-30).log()                 # log q + Gumbel noise
+        best, index = keys.topk(min(count, probs.shape[-1]))
+        index = index.masked_fill(best == -math.inf, -1)
+        return torch.nn.functional.pad(index, (0, count - index.shape[1]), value=-1)
+
+
+NON_FINITE = "the model's logits are not finite; use --dtype bfloat16 or float32 (float16 overflows on some checkpoints)"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accept / reject: pure functions of probabilities
+
+def normalised_or(weights: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+    """weights / sum; the fallback if rounding left nothing (p == q), so never NaN and never uniform."""
+    total = weights.sum().item()
+    return weights / total if 0 < total < math.inf else fallback
+
+
+def reject(p: torch.Tensor, q: torch.Tensor | None, token: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What p and q become when a candidate has been refused. q None: the candidates were not drawn (one-hot rule)."""
+    if q is None:
+        rest = p.clone()
+        rest[token] = 0
+        return normalised_or(rest, p), None
+    rest = q.clone()
+    rest[token] = 0
+    return normalised_or((p - q).clamp(min=0), p), normalised_or(rest, rest)
+
+
+def accept(children: list[list[int]], tokens: list[int], p_at: Callable[[int], torch.Tensor],
+           q_at: Callable[[int], torch.Tensor | None], randomness: Randomness) -> tuple[list[int], int]:
+    """Walks from the root: -> (accepted nodes, the token the target supplies after them), distributed exactly as p.
+
+    children[i] lists node i's candidates in the order in which they were drawn from q_at(i) without replacement; tokens[c]
+    is -1 where q had no token left. q_at(i) None: they were chosen, not drawn, so each is judged by p alone.
+    Chen et al. Algorithm 2 for one child; Jeon et al. (recursive rejection sampling) for several.
+    """
+    path = [0]
+    while True:
+        p, q = p_at(path[-1]), q_at(path[-1])
+        for child in children[path[-1]]:
+            token = tokens[child]
+            if token < 0:
+                continue
+            chance = p[token].item() if q is None else min(1.0, (p[token] / q[token]).item())
+            if randomness.flip(chance):
+                path.append(child)
+                break
+            p, q = reject(p, q, token)
+        else:
+            return path[1:], randomness.draw(p)
+
+
+def accept_greedy(children: list[list[int]], tokens: list[int], best: list[int]) -> tuple[list[int], int]:
+    """accept() where p is one-hot: follow the child that is the target's argmax, best[node], as long as there is one."""
+    path = [0]
+    while (child := next((c for c in children[path[-1]] if tokens[c] == best[path[-1]]), None)) is not None:
+        path.append(child)
+    return path[1:], best[path[-1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The token tree
+
+def chain(depth: int) -> list[tuple[int, ...]]:
+    return [(0,) * d for d in range(1, depth + 1)]
+
+
+def from_widths(widths: list[int]) -> list[tuple[int, ...]]:
+    """Nodes per depth -> index paths. A depth's nodes go to the (parent, rank) pairs of the best score prod 1 / (1 + rank)^2:
+    a rule on ranks alone, since a tree that looked at drawn values would not be lossless."""
+    level, paths = [((), 1.0)], []
+    for width in widths:
+        pairs = [((*path, rank), score / (1 + rank) ** 2) for path, score in level for rank in range(width)]
+        level = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:width]
+        paths += [path for path, _ in level]
+    return paths
+
+
+@dataclass
+class Level:
+    """The nodes of one depth that have children, as the draft's step needs them."""
+    nodes: list[int]
+    offsets: torch.Tensor       # [R + M] positions behind n: those of the level above, then their own
+    mask: torch.Tensor          # [M, E + M] bool: which of the E nodes expanded before, and of their own, each may see
+    first: int                  # the children are the nodes first, first + 1, ...
+    parent: torch.Tensor        # [children] row of each child's parent in `nodes`
+    rank: torch.Tensor          # [children]
+
+
+class Tree:
+    """A static tree of candidates, given by index paths: (0, 1) is the second choice after the first choice."""
+
+    def __init__(self, paths: Iterable[tuple[int, ...]]):
+        self.paths = [()] + sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
+        index = {path: i for i, path in enumerate(self.paths)}
+        for path in self.paths[1:]:
+            before = path[:-1] if path[-1:] == (0,) else (*path[:-1], path[-1] - 1) if path else None
+            if before not in index:             # candidates are drawn in rank order: skipping one is not lossless
+                raise ValueError(f"tree: path {list(path)} needs path {list(before)}; ranks count from 0 without a gap")
+        self.parent = [index[path[:-1]] for path in self.paths]
+        self.children = [[] for _ in self.paths]
+        for node in range(1, len(self.paths)):
+            self.children[self.parent[node]].append(node)
+        self.depths = torch.tensor([len(path) for path in self.paths])          # [N + 1]
+        self.depth, self.size = len(self.paths[-1]), len(self.paths) - 1
+        self.max_rank = max((r for path in self.paths for r in path), default=0)
+        self.mask = torch.eye(len(self.paths), dtype=torch.bool)                # [N + 1, N + 1]: ancestors and self
+        for node in range(1, len(self.paths)):
+            self.mask[node] |= self.mask[self.parent[node]]
+        self.levels = [self._level(depth) for depth in range(self.depth)]
+
+    def _level(self, depth: int) -> Level:
+        inner = [i for i, kids in enumerate(self.children) if kids and len(self.paths[i]) <= depth]
+        nodes = [i for i in inner if len(self.paths[i]) == depth]
+        above = sum(len(self.paths[i]) == depth - 1 for i in inner)
+        kids = [c for i in nodes for c in self.children[i]]
+        return Level(nodes, torch.tensor([depth - 1] * above + [depth] * len(nodes)), self.mask[nodes][:, inner], min(kids),
+                     torch.tensor([nodes.index(self.parent[c]) for c in sorted(kids)]),
+                     torch.tensor([self.paths[c][-1] for c in sorted(kids)]))
+
+    def cut(self, depth: int) -> "Tree":
+        """The same tree without the nodes below `depth`."""
+        return self if depth >= self.depth else Tree(p for p in self.paths[1:] if len(p) <= depth)
+
+    @classmethod
+    def parse(cls, spec) -> "Tree":
+        """A Tree, "chain:K", widths [4, 8, 8] or "4,8,8", index paths [(0,), (1,), (0, 0)] or the same as JSON."""
+        try:
+            if isinstance(spec, Tree):
+                return spec
+            if isinstance(spec, str) and spec.startswith("chain:"):
+                return cls(chain(int(spec[6:])))
+            if isinstance(spec, str):
+                spec = json.loads(spec if spec.startswith("[[") else f"[{spec}]")
+            spec = list(spec)
+            if spec and all(isinstance(item, int) and item > 0 for item in spec):
+                return cls(from_widths(spec))
+            if spec and all(len(path) > 0 and all(isinstance(r, int) and r >= 0 for r in path) for path in spec):
+                return cls(spec)
+        except (TypeError, json.JSONDecodeError):
+            pass
+        except ValueError as error:
+            if "path" in str(error):
+                raise
+        raise ValueError(f"tree {spec!r} is not understood; give chain:K, widths such as 4,8,8, or index paths [[0],[1],[0,0]]")
+
+
+class Plan:
+    """A tree's tensors for one call: on the model's device, with its masks widened for any number n of cached positions."""
+
+    def __init__(self, tree: Tree, rows: int, like: torch.Tensor):
+        self.tree, self.rows, self.like = tree, rows, like
+        self.depths = tree.depths.to(like.device)
+        self.mask = self._widen(tree.mask)
+        self.levels = [(level, level.offsets.to(like.device), self._widen(level.mask), level.parent.to(like.device),
+                        level.rank.to(like.device)) for level in tree.levels]
+
+    def _widen(self, allowed: torch.Tensor) -> Callable[[int], torch.Tensor | None]:
+        """allowed [M, C] -> a function of n that gives the additive mask [M, n + C], a slice: a round builds nothing."""
+        if allowed.all():
+            return lambda n: None
+        prefix = torch.ones(len(allowed), self.rows, dtype=torch.bool)
+        wide = additive_mask(torch.cat((prefix, allowed), 1), self.like.dtype).to(self.like.device)
+        return lambda n: wide[:, self.rows - n:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decode loop
+
+class LlamaState:
+    """A second, smaller Llama as the draft: the same interface as ChimeraState, fed with tokens instead of states."""
+
+    vocab_ids = None                            # it proposes every token
+
+    def __init__(self, draft: Llama, rows: int):
+        self.draft, self.cache = draft, draft.new_cache(rows)
+        self.waiting: list[int] = []            # committed tokens that are not in its cache
+        self.length = 0
+
+    def observe(self, tokens: list[int], hidden: torch.Tensor) -> None:
+        self.cache.length = self.length - len(self.waiting)                     # drop what was drafted
+        self.waiting, self.length = self.waiting + tokens, self.length + len(tokens)
+
+    def step(self, depth, trigrams, offsets, mask):
+        ids, positions = trigrams[:, 2], None
+        if depth == 0:
+            ids, self.waiting = torch.cat((torch.tensor(self.waiting, device=ids.device, dtype=ids.dtype), ids)), []
+        else:
+            positions = self.length + offsets[-len(ids):]
+        hidden = self.draft.hidden_states(ids[None], self.cache, positions, mask)
+        return self.draft.lm_head(hidden[0, -len(trigrams):])
+
+
+class Cache:
+    """What a call leaves for the next one: pass the same Cache() again with only the new tokens as the prompt."""
+
+    def __init__(self):
+        self.tokens: list[int] = []             # all committed; those from kv.length on have no row yet
+        self.kv: KVCache | None = None
+        self.drafter: ChimeraState | LlamaState | None = None
+        self.owner = None                       # the model and draft that it belongs to
+
+
+@dataclass
+class Round:
+    """One round for display: q and p [V] by node (only nodes that were visited), flips (chance, uniform draw) in order."""
+    tree: Tree
+    tokens: list[int]
+    q: dict[int, torch.Tensor | None]
+    p: dict[int, torch.Tensor]
+    flips: list[tuple[float, float]]
+    path: list[int]
+    committed: list[int]
+
+
+def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, randomness: Randomness):
+    """Step 1: -> token ids of all nodes [N + 1] (-1: q had no token left), and per level (ids, q) where q was drawn from.
+
+    q_of (logits -> probabilities): children are drawn from it; None: they are the top of the logits.
+    """
+    device = plan.depths.device
+    tokens = torch.full((plan.tree.size + 1,), context[-1], device=device)
+    grams = torch.tensor([([-1, -1, *context])[-3:]], device=device)            # [M, 3]
+    drawn = []
+    for depth, (level, offsets, mask, parent, rank) in enumerate(plan.levels):
+        logits = drafter.step(depth, grams, offsets, mask(drafter.length))      # [M, W]
+        count = max(len(plan.tree.children[node]) for node in level.nodes)
+        top, ids = logits.topk(min(count if q_of is None else DRAFT_TOP, logits.shape[-1]))
+        ids = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]
+        if q_of is None:
+            chosen = torch.nn.functional.pad(ids, (0, count - ids.shape[1]), value=-1)
+        else:
+            q = q_of(top)
+            drawn.append((ids, q))
+            picks = randomness.draw_distinct(q, count)                          # [M, count]
+            chosen = ids.gather(1, picks.clamp(min=0)).masked_fill(picks < 0, -1)
+        kids = chosen[parent, rank]                                             # [children]
+        tokens[level.first:level.first + len(kids)] = kids
+        if depth + 1 < plan.tree.depth:
+            inner = [c - level.first for c in plan.levels[depth + 1][0].nodes]
+            grams = torch.cat((grams[parent[inner], 1:], kids[inner].clamp(min=0).unsqueeze(1)), 1)
+    return tokens, drawn
+
+
+def verify(model: Llama, cache: KVCache, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step 2: one target pass over root and nodes -> (hidden [N + 1, D], logits [N + 1, V])."""
+    n = cache.length
+    hidden = model.hidden_states(tokens.clamp(min=0)[None], cache, n + plan.depths, plan.mask(n))[0]
+    return hidden, model.lm_head(hidden)
+
+
+def judge(plan: Plan, tokens: list[int], logits: torch.Tensor, drawn: list, p_of: Callable | None, randomness: Randomness):
+    """Step 3: -> (accepted nodes, the target's own token, p by visited node, q by visited node)."""
+    if p_of is None:
+        value, best = (row.tolist() for row in logits.max(-1))
+        if not all(map(math.isfinite, value)):
+            raise ValueError(NON_FINITE)
+        path, bonus = accept_greedy(plan.tree.children, tokens, best)
+        return path, bonus, {}, {}
+    rows = {node: (level, row) for level, (lv, *_) in enumerate(plan.levels) for row, node in enumerate(lv.nodes)}
+    p, q = {}, {}
+
+    def p_at(node):
+        return p.setdefault(node, p_of(logits[node]))
+
+    def q_at(node):
+        if node in rows:
+            ids, values = drawn[rows[node][0]]
+            ids, values = ids[rows[node][1]], values[rows[node][1]]
+            q[node] = torch.zeros(logits.shape[-1], device=values.device).scatter(0, ids, values)
+        return q.get(node)
+
+    path, bonus = accept(plan.tree.children, tokens, p_at, q_at, randomness)
+    return path, bonus, p, q
+
+
+def commit(cache: Cache, tokens: list[int], hidden: torch.Tensor, path: list[int], bonus: int, eos: frozenset) -> list[int]:
+    """Step 4: keep the rows of root and path, drop the rest -> the new tokens, cut behind the first eos."""
+    new = [tokens[node] for node in path] + [bonus]
+    stop = next((i + 1 for i, token in enumerate(new) if token in eos), len(new))
+    new, kept, n = new[:stop], ([0] + path)[:stop], len(cache.tokens) - 1
+    cache.kv.keep(n, [n + node for node in kept])
+    if cache.drafter is not None:
+        cache.drafter.observe([cache.tokens[-1], *new[:-1]], hidden[kept])
+    cache.tokens += new
+    return new
+
+
+@torch.inference_mode()
+def _rounds(model, cache, feed, plans, max_new_tokens, depth_room, p_of, randomness, eos, on_round) -> Iterator[list[int]]:
+    hidden = model.hidden_states(torch.tensor([feed], device=model.embed.weight.device), cache.kv)[0]
+    _, first, _, _ = judge(plans(0), [feed[-1]], model.lm_head(hidden[-1:]), [], p_of, randomness)
+    if cache.drafter is not None:
+        cache.drafter.observe(feed, hidden)
+    cache.tokens.append(first)
+    new, left = [first], max_new_tokens - 1
+    yield new
+    while left > 0 and new[-1] not in eos:
+        flips = len(getattr(randomness, "log", []))
+        plan = plans(min(left - 1, depth_room - len(cache.tokens)))
+        ids, drawn = draft_tree(cache.drafter, plan, cache.tokens[-3:], p_of, randomness)       # 1. draft
+        hidden, logits = verify(model, cache.kv, plan, ids)                                     # 2. verify
+        tokens = ids.tolist()
+        path, bonus, p, q = judge(plan, tokens, logits, drawn, p_of, randomness)                # 3. accept
+        new = commit(cache, tokens, hidden, path, bonus, eos)                                   # 4. commit
+        left -= len(new)
+        if on_round is not None:
+            on_round(Round(plan.tree, tokens, q, p, getattr(randomness, "log", [])[flips:], path, new))
+        yield new
+
+
+def default_tree(draft, temperature: float) -> str:
+    if isinstance(draft, Llama):
+        return "chain:4"
+    return (draft.config.greedy_tree if is_greedy(temperature) else draft.config.sampled_tree) or f"chain:{draft.config.depth}"
+
+
+def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = None, tree=None, max_new_tokens: int = 256,
+             temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, eos_ids: Iterable[int] = (),
+             generator: torch.Generator | Randomness | None = None, cache: Cache | None = None,
+             on_round: Callable[[Round], None] | None = None) -> Iterator[list[int]]:
+    """Yields, per target pass, the token ids that it committed; the first list is the prefill's one token.
+
+    The continuation ends right after the first eos id, never exceeds max_new_tokens, and with the prompt never
+    max_position_embeddings. tree: anything that Tree.parse reads; None is the draft's default for this temperature.
+    cache: a Cache() passed again continues its text; prompt then holds only the new tokens. Raises ValueError, at the call.
+    """
+    limit, V = model.config.max_position_embeddings, model.config.vocab_size
+    cache = Cache() if cache is None else cache
+    check_numbers(max_new_tokens, temperature, top_k, top_p)
+    check_draft(model, draft, tree, cache)
+    if bad := [i for i in prompt if not 0 <= i < V]:
+        raise ValueError(f"prompt holds token id {bad[0]}, the model's vocabulary has {V}")
+    total = len(cache.tokens) + len(prompt)
+    feed = cache.tokens[cache.kv.length if cache.kv else 0:] + list(prompt)
+    if not feed:
+        raise ValueError("the prompt is empty: 0 tokens given, 1 needed")
+    if total >= limit:
+        raise ValueError(f"the prompt has {total} tokens and the model's context {limit}: no room to continue; shorten the prompt")
+    if max_new_tokens == 0:
+        return iter(())
+    max_new_tokens = min(max_new_tokens, limit - total)
+    tree = Tree.parse(tree if tree is not None else default_tree(draft, temperature)) if draft is not None else Tree([])
+    if draft is not None:
+        check_depth(draft, tree)
+    rows = total + max_new_tokens + tree.size + 1
+    prepare(cache, model, draft, rows)
+    cache.tokens += prompt
+    plans = memoize(lambda depth: Plan(tree.cut(max(depth, 0)), rows, model.embed.weight))
+    p_of = None if is_greedy(temperature) else partial(warp, temperature=temperature, top_k=top_k, top_p=top_p)
+    randomness = generator if isinstance(generator, Randomness) else Generator(generator)
+    depth_room = draft.config.max_position_embeddings if isinstance(draft, Llama) else limit
+    return _rounds(model, cache, feed, plans, max_new_tokens, depth_room, p_of, randomness, frozenset(eos_ids), on_round)
+
+
+def check_numbers(max_new_tokens, temperature, top_k, top_p) -> None:
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be 0 or more and finite, not {temperature}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be 0 (off) or more, not {top_k}")
+    if not 0 <= top_p <= 1:
+        raise ValueError(f"top_p must lie between 0 and 1, not {top_p}")
+
+
+def check_draft(model, draft, tree, cache: Cache) -> None:
+    if draft is None and tree is not None:
+        raise ValueError("a tree was given, but no draft to fill it")
+    if isinstance(draft, Llama) and draft.config.vocab_size != model.config.vocab_size:
+        raise ValueError(f"the draft's vocabulary has {draft.config.vocab_size} tokens, the target's {model.config.vocab_size}")
+    if isinstance(draft, Chimera) and draft.frozen["model"] is not model:
+        raise ValueError("the draft was built for another model object; build it with this one")
+    if cache.owner is not None and (cache.owner[0] is not model or cache.owner[1] is not draft):
+        raise ValueError("the cache belongs to another model or draft; start a new Cache()")
+
+
+def check_depth(draft, tree: Tree) -> None:
+    vocabulary = draft.config.vocab_size if isinstance(draft, Llama) else len(draft.frozen["head"])
+    if isinstance(draft, Chimera) and tree.depth > draft.config.depth:
+        raise ValueError(f"the tree is {tree.depth} deep, the draft has {draft.config.depth} heads")
+    if tree.max_rank >= min(DRAFT_TOP, vocabulary) and tree.max_rank >= DRAFT_TOP:
+        raise ValueError(f"the tree has rank {tree.max_rank}, candidates come from the best {DRAFT_TOP} (ranks 0..{DRAFT_TOP - 1})")
+
+
+def prepare(cache: Cache, model: Llama, draft, rows: int) -> None:
+    """Makes or grows the target's and the draft's state for `rows` positions."""
+    if cache.owner is None:
+        cache.owner, cache.kv = (model, draft), model.new_cache(rows)
+        if draft is not None:
+            cache.drafter = (LlamaState if isinstance(draft, Llama) else ChimeraState)(draft, rows)
+    cache.kv.reserve(rows)
+    if cache.drafter is not None:
+        cache.drafter.cache.reserve(rows)
