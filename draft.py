@@ -117,12 +117,14 @@ class Chimera(nn.Module):
 
     # -- files ----------------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder) -> None:
-        """Writes config.json and model.safetensors (only what the draft owns, in its own dtype)."""
+    def save_pretrained(self, folder, dtype: torch.dtype | None = None) -> None:
+        """Writes config.json and model.safetensors: only what the draft owns, in its own dtype or `dtype`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         raw = {"model_type": "chimera", **asdict(self.config), "target": asdict(self.target),
                "target_fingerprint": fingerprint(self.frozen["model"])}
-        save_file({k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, Path(folder, "model.safetensors"))
+        tensors = {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}
+        tensors = {k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in tensors.items()}
+        save_file(tensors, Path(folder, "model.safetensors"))
         Path(folder, "config.json").write_text(json.dumps(raw, indent=2))
 
     @classmethod

@@ -1,0 +1,126 @@
+"""What the scripts share: chat templates, text that streams, device and dtype, errors in one line."""
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from model import Llama, Tokenizer
+
+CHATS = ("auto", "none", "chatml")
+SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+# -- chat templates -----------------------------------------------------------------------------------------------------
+
+def choose_chat(name: str, tok: Tokenizer) -> str:
+    """auto: chatml where the tokenizer has its control tokens, else none."""
+    if name not in CHATS:
+        raise ValueError(f"unknown chat template {name!r}; choose one of {', '.join(CHATS)}")
+    has = "<|im_start|>" in tok.special
+    if name == "chatml" and not has:
+        raise ValueError("the chatml template needs <|im_start|>, which this tokenizer lacks; use --chat none")
+    return ("chatml" if has else "none") if name == "auto" else name
+
+
+def chat_segments(tok: Tokenizer, chat: str, turns: list[str], system: str = SMOLLM_SYSTEM) -> list[tuple[list[int], bool]]:
+    """Turns (user, assistant, user, ...) -> [(ids, is_answer)], each tokenised on its own: labels need no offsets.
+
+    An answer's segment ends with its end-of-turn id. After the last user turn comes what makes the model answer, so the
+    ids of all segments together are the prompt. Control ids are inserted here, by id: user text cannot forge one.
+    """
+    if chat == "none":
+        eos = sorted(tok.eos_ids)[:1]
+        return [(tok.encode(t, bos=i == 0) + eos * (i % 2), i % 2 == 1) for i, t in enumerate(turns)]
+    start, end, line = tok.special["<|im_start|>"], tok.special["<|im_end|>"], tok.encode("\n", bos=False)
+    segments = [([start, *tok.encode("system\n" + system, bos=False), end], False)]
+    for i, text in enumerate(turns):
+        if i % 2:
+            segments.append((tok.encode(text, bos=False) + [end], True))
+        else:
+            user = [start, *tok.encode("user\n" + text, bos=False), end, *line]
+            segments.append((line + user + [start, *tok.encode("assistant\n", bos=False)], False))
+    return segments
+
+
+def chat_prompt(tok: Tokenizer, chat: str, turns: list[str]) -> list[int]:
+    """The ids after which the model answers the last turn."""
+    return [i for ids, _ in chat_segments(tok, chat, turns) for i in ids]
+
+
+# -- streaming ------------------------------------------------------------------------------------------------------------
+
+class TextStream:
+    """Ids in, text out as soon as it is final: the joined pieces equal decode(all ids) behind the prompt's text.
+
+    A token alone does not decode to its text (leading spaces, characters of several tokens), so each piece is the
+    difference between two decodes that share a left context.
+    """
+
+    def __init__(self, tok: Tokenizer, prompt: list[int]):
+        self.tok, self.ids, self.start, self.done = tok, list(prompt[-8:]), 0, len(prompt[-8:])
+
+    def push(self, ids: list[int], last: bool = False) -> str:
+        """New ids -> the text that they complete; `last` gives out what is left, broken characters included."""
+        self.ids += ids
+        before, now = self.tok.decode(self.ids[self.start:self.done]), self.tok.decode(self.ids[self.start:])
+        if now.endswith("\ufffd") and not last:             # perhaps the first bytes of a character
+            return ""
+        self.start, self.done = max(self.done - 8, self.start), len(self.ids)
+        return now[len(before):]
+
+
+# -- device, dtype, errors ------------------------------------------------------------------------------------------------
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA GPU; use --device cpu")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device, hidden_size: int) -> torch.dtype:
+    """auto: bfloat16 on a GPU; on a CPU the faster of float32 and bfloat16 at one small product (not all have bf16 units)."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type != "cpu":
+        return torch.bfloat16
+    return min((torch.float32, torch.bfloat16), key=lambda dtype: product_seconds(dtype, hidden_size))
+
+
+def product_seconds(dtype: torch.dtype, width: int) -> float:
+    x, weight = torch.ones(1, width, dtype=dtype), torch.ones(8 * width, width, dtype=dtype)
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        F.linear(x, weight)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def run(main: Callable[[], None]) -> None:
+    """What a user can get wrong ends in one line and exit code 1; Ctrl-C in 130; a closed pipe in silence."""
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def load_target(folder: str, device: torch.device, dtype: str) -> tuple[Llama, Tokenizer]:
+    from model import LlamaConfig, read_json
+    from pathlib import Path
+    if dtype == "auto":
+        dtype_ = choose_dtype(dtype, device, LlamaConfig.from_dict(read_json(Path(folder) / "config.json")).hidden_size)
+    else:
+        dtype_ = choose_dtype(dtype, device, 0)
+    return Llama.from_pretrained(folder, device, dtype_), Tokenizer.from_pretrained(folder)

@@ -1,0 +1,113 @@
+"""Texts and conversations -> token ids with the answers marked: what train.py learns from and distill.py asks.
+
+Reads ShareGPT-form .json and .jsonl ({"conversations": [{"from": "human" | "gpt", "value": ...}]}) and plain .txt with
+<|endoftext|> between texts, .gz of each, and the rows that distill.py writes (their exact answer ids are used).
+"""
+import gzip
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from common import chat_segments
+from model import Tokenizer
+
+
+def read_records(path: Path, skipped: Counter):
+    """Yields a text (str) per story of a .txt, a conversation (dict) per row of a .json or .jsonl; .gz of either."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+        if kind == ".txt":
+            yield from (t.strip() for t in file.read().split("<|endoftext|>") if t.strip())
+        elif kind == ".json":
+            yield from json.load(file)
+        elif kind == ".jsonl":
+            for line in file:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    skipped["line is not JSON"] += 1
+        else:
+            raise ValueError(f"{path}: data must be .txt, .json or .jsonl, or one of them with .gz")
+
+
+def turns_of(row, answered: bool = True) -> list[str] | str:
+    """A ShareGPT row -> its turns, user first; or, as a string, the reason why it cannot be used."""
+    talk = row.get("conversations") if isinstance(row, dict) else None
+    if not isinstance(talk, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in talk):
+        return "no list of turns with text"
+    roles = {"human": 0, "user": 0, "gpt": 1, "assistant": 1}
+    parts = [roles.get(t.get("from")) for t in talk]
+    if None in parts:
+        return "unknown role"
+    if parts != [i % 2 for i in range(len(parts))]:
+        return "turns do not alternate, user first"
+    if len(parts) < 1 + answered or not all(t["value"].strip() for t in talk):
+        return "empty or unanswered"
+    return [t["value"] for t in talk]
+
+
+def to_sample(record, tok: Tokenizer, chat: str, skipped: Counter):
+    """-> (ids, is_answer) or None. A text is all answer; of a conversation only the assistant's turns, with their end."""
+    if isinstance(record, str):
+        record = {"text_ids": tok.encode(record) + sorted(tok.eos_ids)[:1]}
+    if isinstance(record, dict) and "text_ids" in record:
+        return record["text_ids"], [True] * len(record["text_ids"])
+    turns = turns_of(record)
+    if isinstance(turns, str):
+        skipped[turns] += 1
+        return None
+    segments = chat_segments(tok, chat, turns[:len(turns) // 2 * 2])
+    if "answer_ids" in record:                              # exactly what the target wrote, its end included if it came to one
+        segments[-1] = (record["answer_ids"], True)
+    return [i for ids, _ in segments for i in ids], [answer for ids, answer in segments for _ in ids]
+
+
+def load_samples(paths: list[str], tok: Tokenizer, chat: str, max_length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """All samples, cut to max_length, with at least one answer token; says what was skipped and why."""
+    samples, skipped = [], Counter()
+    for path in paths:
+        for record in read_records(Path(path), skipped):
+            sample = to_sample(record, tok, chat, skipped)
+            if sample is None:
+                continue
+            skipped["(cut to --max_length)"] += len(sample[0]) > max_length
+            ids, answer = (torch.tensor(part[:max_length]) for part in sample)
+            if len(ids) < 3 or not answer.any():
+                skipped["no answer token within --max_length"] += 1
+                continue
+            samples.append((ids, answer))
+    for reason, count in skipped.items():
+        if count:
+            print(f"data: {count} rows: {reason}")
+    return samples
+
+
+def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> tokens [B, T] and labelled [B, T]: True at j if token j+1 is an answer token. Padding is on the right, unlabelled."""
+    T = max(len(ids) for ids, _ in samples)
+    tokens, labelled = torch.zeros(len(samples), T, dtype=torch.long), torch.zeros(len(samples), T, dtype=torch.bool)
+    for row, (ids, answer) in enumerate(samples):
+        tokens[row, :len(ids)] = ids
+        labelled[row, :len(ids) - 1] = answer[1:]
+    return tokens, labelled
+
+
+def batch_order(samples: list, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """This epoch's batches: shuffled, then of similar length within groups of 16 batches. The same for the same arguments."""
+    rng = random.Random(seed * 1_000_003 + epoch)
+    order = rng.sample(range(len(samples)), len(samples))
+    groups = [sorted(order[i:i + 16 * batch_size], key=lambda j: len(samples[j][0])) for i in range(0, len(order), 16 * batch_size)]
+    batches = [g[i:i + batch_size] for g in groups for i in range(0, len(g), batch_size)]
+    rng.shuffle(batches)
+    return batches
+
+
+def frequent_ids(samples: list, size: int, vocab: int) -> torch.Tensor:
+    """The `size` most frequent token ids of the answers, sorted: the draft's vocabulary."""
+    counts = torch.zeros(vocab)
+    for ids, answer in samples:
+        counts += torch.bincount(ids[answer], minlength=vocab)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values

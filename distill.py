@@ -1,0 +1,111 @@
+"""Lets the target answer prompts itself: the data on which a draft learns best (train.py --distill).
+
+Rows are decoded in batches with the same model code: prompts are padded on the left, each row has its own positions. Half the
+rows are greedy, half at temperature 1. Answers are appended batch by batch, so a run that was stopped goes on where it was.
+
+Shapes: B rows, P padded prompt length, T tokens so far, V vocabulary.
+"""
+import json
+import random
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from common import chat_prompt
+from data import read_records, turns_of
+from model import Llama, Tokenizer, additive_mask
+
+
+def load_prompts(paths: list[str], tok: Tokenizer, chat: str, seed: int) -> list[dict]:
+    """The first user turn of each conversation, or of each plain text an opening of 3 to 16 tokens."""
+    prompts, skipped, rng = [], Counter(), random.Random(seed)
+    for path in paths:
+        for number, record in enumerate(read_records(Path(path), skipped)):
+            row = {"id": f"{Path(path).name}:{number}"}
+            if isinstance(record, str):
+                row |= {"prompt": tok.encode(record)[:rng.randint(3, 16)]}
+            elif isinstance(turns := turns_of(record, answered=False), str):
+                skipped[turns] += 1
+                continue
+            else:
+                row |= {"prompt": chat_prompt(tok, chat, turns[:1]), "turn": turns[0]}
+            prompts.append(row | {"temperature": float(len(prompts) % 2)})
+    return prompts
+
+
+@torch.inference_mode()
+def answer_batch(model: Llama, prompts: list[list[int]], temperatures: list[float], max_new_tokens: int, eos_ids: set[int],
+                 generator: torch.Generator) -> list[list[int]]:
+    """Decodes B prompts together -> the new ids of each, cut behind its first eos id."""
+    device, B, P = model.embed.weight.device, len(prompts), max(map(len, prompts))
+    pad = torch.tensor([P - len(prompt) for prompt in prompts], device=device)                  # [B]
+    tokens = torch.tensor([[0] * (P - len(prompt)) + prompt for prompt in prompts], device=device)
+    columns = torch.arange(P + max_new_tokens, device=device)
+    seen = columns >= pad[:, None]                                                              # [B, P + new]: not padding
+    causal = columns[None, :P, None] >= columns[None, None, :P]
+    own = columns[:P, None] == columns[None, :P]            # a padding row must see something: itself
+    mask = additive_mask((causal & seen[:, None, :P]) | own, model.embed.weight.dtype)[:, None]         # [B, 1, P, P]
+    steps = additive_mask(seen, model.embed.weight.dtype)[:, None, None]                        # [B, 1, 1, P + new]
+    cache, answers = model.new_cache(P + max_new_tokens, B), torch.empty(B, 0, dtype=torch.long, device=device)
+    hidden = model.hidden_states(tokens, cache, (columns[:P] - pad[:, None]).clamp(min=0), mask)[:, -1]
+    scale = torch.tensor(temperatures, device=device)[:, None]
+    stop, done = torch.tensor(sorted(eos_ids), device=device), torch.zeros(B, dtype=torch.bool, device=device)
+    for new in range(max_new_tokens):
+        logits = model.lm_head(hidden).float()                                                  # [B, V]
+        noise = torch.empty(logits.shape).exponential_(generator=generator).to(device).log()
+        chosen = (logits - scale * noise).argmax(-1, keepdim=True)                              # Gumbel: a draw at temperature 1
+        answers = torch.cat((answers, chosen), 1)
+        done |= torch.isin(chosen[:, 0], stop)
+        if done.all() or new + 1 == max_new_tokens:
+            break
+        end = P + new + 1
+        hidden = model.hidden_states(chosen, cache, (end - 1 - pad)[:, None], steps[..., :end])[:, -1]
+    rows = answers.tolist()
+    return [row[:next((i + 1 for i, t in enumerate(row) if t in eos_ids), len(row))] for row in rows]
+
+
+def already_done(out: Path) -> set[str]:
+    """Ids in an earlier output; a last line that was cut off by a kill is removed from the file."""
+    if not out.exists():
+        return set()
+    text = out.read_bytes()
+    whole = text[:text.rfind(b"\n") + 1]
+    if whole != text:
+        out.write_bytes(whole)
+    return {json.loads(line)["id"] for line in whole.splitlines()}
+
+
+def distill(model: Llama, tok: Tokenizer, chat: str, paths: list[str], out: str, batch_size: int, max_length: int,
+            max_new_tokens: int, seed: int) -> None:
+    """Appends one JSON row per prompt to `out`: temperature, finished, and the exact ids. Longer prompts are left out."""
+    room = min(max_length, model.config.max_position_embeddings - max_new_tokens)
+    prompts = [p for p in load_prompts(paths, tok, chat, seed) if 0 < len(p["prompt"]) <= room]
+    random.Random(seed).shuffle(prompts)
+    done = already_done(Path(out))
+    todo = [p for p in prompts if p["id"] not in done]
+    print(f"{len(prompts)} prompts of at most {room} tokens, {len(done)} answered before, {len(todo)} to go -> {out}")
+    total = 0
+    with open(out, "a", encoding="utf-8") as file, tqdm(total=len(todo), unit="answer") as bar:
+        for start in range(0, len(todo), 8 * batch_size):                       # neighbours in length share a batch
+            group = sorted(todo[start:start + 8 * batch_size], key=lambda p: len(p["prompt"]))
+            for rows in (group[i:i + batch_size] for i in range(0, len(group), batch_size)):
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {rows[0]['id']}".encode()))
+                answers = answer_batch(model, [p["prompt"] for p in rows], [p["temperature"] for p in rows], max_new_tokens,
+                                       tok.eos_ids, generator)
+                file.writelines(json.dumps(to_row(p, ids, tok), ensure_ascii=False) + "\n" for p, ids in zip(rows, answers))
+                file.flush()
+                total += sum(map(len, answers))
+                bar.set_postfix_str(f"{total} tokens")
+                bar.update(len(rows))
+
+
+def to_row(prompt: dict, ids: list[int], tok: Tokenizer) -> dict:
+    finished = ids[-1] in tok.eos_ids
+    row = {"id": prompt["id"], "temperature": prompt["temperature"], "finished": finished}
+    if "turn" not in prompt:
+        return row | {"text_ids": prompt["prompt"] + ids}
+    talk = [{"from": "human", "value": prompt["turn"]}, {"from": "gpt", "value": tok.decode(ids)}]
+    return row | {"conversations": talk, "answer_ids": ids}

@@ -1,0 +1,159 @@
+"""Decodes with a Chimera draft, or without one: the command line.
+
+    python sample.py --ckpt DIR --draft DIR --prompt "Once upon a time" --compare --color
+
+The text goes to standard output as it is committed, everything else to standard error.
+"""
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from common import CHATS, TextStream, chat_prompt, choose_chat, choose_device, load_target, run
+from draft import Chimera
+from model import Llama
+from speculative import Tree, default_tree, generate, is_greedy
+
+GREEN, RESET = "\033[32m", "\033[0m"
+
+
+@dataclass
+class Result:
+    """What one generation gave: ids per target pass, and when."""
+    passes: list[list[int]] = field(default_factory=list)
+    started: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for ids in self.passes for i in ids]
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target pass after the prefill."""
+        return sum(map(len, self.passes[1:])) / max(1, len(self.passes) - 1)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second from the first token on: the prefill is not in it."""
+        return (len(self.ids) - 1) / max(1e-9, self.ended - self.first)
+
+
+def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None) -> Result:
+    """One generation, timed; show(ids) is called with each pass as it is committed."""
+    result = Result(started=time.perf_counter())
+    passes = generate(model, prompt, draft, args.tree if draft else None, args.max_new_tokens, args.temperature, args.top_k,
+                      args.top_p, eos_ids, torch.Generator().manual_seed(args.seed))
+    for ids in passes:
+        result.ended = time.perf_counter()
+        result.first = result.first or result.ended
+        result.passes.append(ids)
+        show(ids)
+    return result
+
+
+def printer(stream: TextStream, color: bool):
+    """show() for decode(): writes each pass; with color the accepted draft tokens are green, the target's own plain."""
+    def show(ids: list[int]) -> None:
+        drafted, own = stream.push(ids[:-1]), stream.push(ids[-1:])
+        sys.stdout.write((f"{GREEN}{drafted}{RESET}" if color and drafted else drafted) + own)
+        sys.stdout.flush()
+    return show
+
+
+def describe(name: str, result: Result) -> str:
+    return (f"{name}: {len(result.ids)} tokens, {result.speed:.1f} tokens/s, tau {result.tau:.2f}, "
+            f"first token after {result.first - result.started:.3f} s")
+
+
+def compare(model: Llama, prompt: list[int], with_draft: Result, plain: Result, temperature: float) -> str:
+    """The two speeds, and whether the texts are the same; if not, where they part and how near the tie was there."""
+    lines = [describe("plain", plain), f"speedup: {with_draft.speed / plain.speed:.2f}x"]
+    a, b = with_draft.ids, plain.ids
+    if a == b:
+        return "\n".join([*lines, "identical: yes"])
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    if not is_greedy(temperature):
+        return "\n".join([*lines, f"identical: no, from token {at} on (as expected above temperature 0: same distribution, other draws)"])
+    with torch.inference_mode():
+        hidden = model.hidden_states(torch.tensor([prompt + a[:at]], device=model.embed.weight.device))
+        best = model.lm_head(hidden[0, -1]).float().topk(2).values
+    return "\n".join([*lines, f"identical: no, from token {at} on, where the target's two best logits differ by {best[0] - best[1]:.5f}"])
+
+
+def stop_reason(result: Result, args, eos_ids) -> str:
+    if result.ids and result.ids[-1] in eos_ids:
+        return "end of text"
+    return "max_new_tokens" if len(result.ids) == args.max_new_tokens else "the context is full"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Decodes with a Chimera draft: faster, same distribution.",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--ckpt", required=True, help="folder of the target model, Hugging Face layout")
+    parser.add_argument("--draft", default="none", help="folder of its Chimera draft, or of a smaller LLaMA with the same vocabulary; none: plain decoding")
+    parser.add_argument("--prompt", default="Once upon a time", help="text, or FILE:path for the text of a file")
+    parser.add_argument("--chat", default="auto", help=f"chat template ({', '.join(CHATS)}); auto: what the tokenizer knows")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="most tokens to write")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
+    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens that hold this much probability")
+    parser.add_argument("--seed", type=int, default=0, help="of the random draws; the same seed gives the same text")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: bfloat16 on cuda, on a CPU the faster of float32 and bfloat16")
+    parser.add_argument("--tree", help="candidates per round: chain:K, nodes per depth as 4,8,8, or index paths as JSON (default: the draft's own)")
+    parser.add_argument("--compare", action="store_true", help="also decode without the draft: both speeds, and whether the texts are identical")
+    parser.add_argument("--color", action="store_true", help="accepted draft tokens in green")
+    return parser.parse_args()
+
+
+def read_prompt(text: str) -> str:
+    if not text.startswith("FILE:"):
+        return text
+    try:
+        return Path(text[5:]).read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{text[5:]} is not UTF-8 text; convert the file") from None
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{text[5:]} not found; --prompt FILE:path takes an existing file") from None
+
+
+def load_draft(folder: str, model: Llama):
+    """A Chimera folder, or the folder of a second LLaMA, told apart by config.json."""
+    path = Path(folder) / "config.json"
+    if path.is_file() and json.loads(path.read_text()).get("model_type") == "llama":
+        return Llama.from_pretrained(folder, model.embed.weight.device, model.embed.weight.dtype)
+    return Chimera.from_pretrained(folder, model)
+
+
+def main() -> None:
+    args = parse_args()
+    text, device = read_prompt(args.prompt), choose_device(args.device)
+    model, tok = load_target(args.ckpt, device, args.dtype)
+    draft = None if args.draft == "none" else load_draft(args.draft, model)
+    if args.compare and draft is None:
+        raise ValueError("--compare needs a --draft")
+    chat = choose_chat(args.chat, tok)
+    prompt = chat_prompt(tok, chat, [text])
+    tree = Tree.parse(args.tree or default_tree(draft, args.temperature)) if draft else None
+    print(f"{args.ckpt} | {device.type} {str(model.embed.weight.dtype)[6:]} | chat {chat} | temperature {args.temperature} | "
+          + (f"draft {args.draft}, {tree.size} nodes, depth {tree.depth}" if draft else "no draft"), file=sys.stderr)
+    stream = TextStream(tok, prompt)
+    if args.compare:                                        # both sides warm before either is timed
+        short = argparse.Namespace(**vars(args) | {"max_new_tokens": min(8, args.max_new_tokens)})
+        decode(model, prompt, draft, short, tok.eos_ids), decode(model, prompt, None, short, tok.eos_ids)
+    result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color))
+    print(stream.push([], last=True), flush=True)
+    print(f"stopped: {stop_reason(result, args, tok.eos_ids)}\n{describe('with the draft' if draft else 'plain', result)}", file=sys.stderr)
+    if args.compare:
+        plain = decode(model, prompt, None, args, tok.eos_ids)
+        print(compare(model, prompt, result, plain, args.temperature), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)
