@@ -3,17 +3,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from model import Llama, Tokenizer
+from model import Llama, LlamaConfig, Tokenizer, read_json
 
 CHATS = ("auto", "none", "chatml")
 SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
-# -- chat templates -----------------------------------------------------------------------------------------------------
+# -- chat templates ---------------------------------------------------------------------------------------------------
 
 def choose_chat(name: str, tok: Tokenizer) -> str:
     """auto: chatml where the tokenizer has its control tokens, else none."""
@@ -25,7 +26,7 @@ def choose_chat(name: str, tok: Tokenizer) -> str:
     return ("chatml" if has else "none") if name == "auto" else name
 
 
-def chat_segments(tok: Tokenizer, chat: str, turns: list[str], system: str = SMOLLM_SYSTEM) -> list[tuple[list[int], bool]]:
+def chat_segments(tok: Tokenizer, chat: str, turns: list[str], system: str = SMOLLM_SYSTEM) -> list[tuple[list, bool]]:
     """Turns (user, assistant, user, ...) -> [(ids, is_answer)], each tokenised on its own: labels need no offsets.
 
     An answer's segment ends with its end-of-turn id. After the last user turn comes what makes the model answer, so the
@@ -50,7 +51,7 @@ def chat_prompt(tok: Tokenizer, chat: str, turns: list[str]) -> list[int]:
     return [i for ids, _ in chat_segments(tok, chat, turns) for i in ids]
 
 
-# -- streaming ------------------------------------------------------------------------------------------------------------
+# -- streaming --------------------------------------------------------------------------------------------------------
 
 class TextStream:
     """Ids in, text out as soon as it is final: the joined pieces equal decode(all ids) behind the prompt's text.
@@ -72,7 +73,7 @@ class TextStream:
         return now[len(before):]
 
 
-# -- device, dtype, errors ------------------------------------------------------------------------------------------------
+# -- device, dtype, errors --------------------------------------------------------------------------------------------
 
 def choose_device(name: str) -> torch.device:
     if name == "auto":
@@ -83,7 +84,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, hidden_size: int) -> torch.dtype:
-    """auto: bfloat16 on a GPU; on a CPU the faster of float32 and bfloat16 at one small product (not all have bf16 units)."""
+    """auto: bfloat16 on a GPU; on a CPU the faster of float32 and bfloat16 at one small product."""
     if name != "auto":
         return getattr(torch, name)
     if device.type != "cpu":
@@ -112,15 +113,10 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(1)
 
 
 def load_target(folder: str, device: torch.device, dtype: str) -> tuple[Llama, Tokenizer]:
-    from model import LlamaConfig, read_json
-    from pathlib import Path
-    if dtype == "auto":
-        dtype_ = choose_dtype(dtype, device, LlamaConfig.from_dict(read_json(Path(folder) / "config.json")).hidden_size)
-    else:
-        dtype_ = choose_dtype(dtype, device, 0)
-    return Llama.from_pretrained(folder, device, dtype_), Tokenizer.from_pretrained(folder)
+    width = LlamaConfig.from_dict(read_json(Path(folder) / "config.json")).hidden_size
+    return Llama.from_pretrained(folder, device, choose_dtype(dtype, device, width)), Tokenizer.from_pretrained(folder)

@@ -22,11 +22,14 @@ def read_records(path: Path, skipped: Counter):
         if kind == ".txt":
             yield from (t.strip() for t in file.read().split("<|endoftext|>") if t.strip())
         elif kind == ".json":
-            yield from json.load(file)
+            rows = json.load(file)
+            if not isinstance(rows, list):
+                raise ValueError(f"{path}: a .json must hold a list of conversations")
+            yield from (row if isinstance(row, dict) else {} for row in rows)
         elif kind == ".jsonl":
             for line in file:
                 try:
-                    yield json.loads(line)
+                    yield row if isinstance(row := json.loads(line), dict) else {}
                 except ValueError:
                     skipped["line is not JSON"] += 1
         else:
@@ -39,7 +42,7 @@ def turns_of(row, answered: bool = True) -> list[str] | str:
     if not isinstance(talk, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in talk):
         return "no list of turns with text"
     roles = {"human": 0, "user": 0, "gpt": 1, "assistant": 1}
-    parts = [roles.get(t.get("from")) for t in talk]
+    parts = [roles.get(str(t.get("from"))) for t in talk]
     if None in parts:
         return "unknown role"
     if parts != [i % 2 for i in range(len(parts))]:

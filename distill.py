@@ -72,6 +72,8 @@ def already_done(out: Path) -> set[str]:
     if not out.exists():
         return set()
     text = out.read_bytes()
+    if not b'{"id": "'.startswith(text[:8]):
+        raise ValueError(f"{out} holds something else than answers; choose another --out")
     whole = text[:text.rfind(b"\n") + 1]
     if whole != text:
         out.write_bytes(whole)

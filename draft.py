@@ -1,16 +1,17 @@
-"""Chimera, the draft model (Zeng et al., arXiv 2402.15758): a trigram encoder, one full-context decoder block, residual heads.
+"""Chimera, the draft (Zeng et al., arXiv 2402.15758): trigram encoder, full-context decoder block, residual heads.
 
-It guesses the next K tokens of a frozen LLaMA at a few percent of the target's cost each. Positions count from 0. The target
-has committed hidden states h_0..h_{n-1} (after its final norm) and has just supplied the token at position n, the root, which
-has no hidden state yet. Step 1 predicts position n+1 from the root, step 2 predicts n+2, and so on, along every branch of a tree.
+It guesses the next K tokens of a frozen LLaMA, each at a few percent of the target's cost. Positions count from 0. The
+target has committed hidden states h_0..h_{n-1} (after its final norm) and just supplied the token at position n,
+the root, which has no hidden state yet. Step 1 predicts position n+1, step 2 n+2, ..., along every branch of a tree.
 
-The same step exists twice: `Chimera.forward` runs all K steps at all positions of a text at once (training), `ChimeraState`
-runs one step for the nodes of one tree depth (decoding). A test holds the two together.
+The same step stands here twice: `Chimera.forward` runs all K steps at all positions of a text at once (training),
+`ChimeraState.step` runs one step for the nodes of one tree depth (decoding). A test holds the two together.
 
-Shapes: B batch, T tokens, D hidden size, H query heads, G key/value heads, E head size, V vocabulary, W draft vocabulary,
-M tree nodes of one depth, R rows that became known since the last step.
+Shapes: B batch, T tokens, D hidden size, H query heads, G key/value heads, E head size, V vocabulary, W draft
+vocabulary, M tree nodes of one depth, R rows that became known since the step before.
 """
 import json
+import sys
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,9 +28,9 @@ from model import Block, KVCache, Llama, attend, open_safetensors, read_json
 class ChimeraConfig:
     """What a draft is besides its target's shapes."""
     depth: int = 4                  # K: steps, and so the deepest tree it can draft
-    heads: str = "light"            # "light": lm_head(R_k [h; hhat]), the target's lm_head shared; "full": Linear_k(2D -> V)
-    draft_vocab: int = 0            # W: how many token ids the draft can propose; 0 = all
-    greedy_tree: str = ""           # default tree at temperature 0 and above it; "" = a chain of `depth`
+    heads: str = "light"            # light: lm_head(R_k [h; hhat]) with the target's lm_head; full: Linear_k(2D -> V)
+    draft_vocab: int = 0            # W: how many token ids the draft can propose; 0: all
+    greedy_tree: str = ""           # default tree at temperature 0, and above it; "": a chain of `depth`
     sampled_tree: str = ""
 
     def __post_init__(self):
@@ -40,48 +41,45 @@ class ChimeraConfig:
 
 
 class Chimera(nn.Module):
-    """The trainable draft on a frozen target. The target's embedding and lm_head are used, never owned."""
+    """The trainable draft on a frozen target, whose embedding and lm_head it uses and never owns."""
 
     def __init__(self, config: ChimeraConfig, model: Llama, vocab_ids: torch.Tensor | None = None):
-        """vocab_ids [W]: the token ids the draft may propose, needed if config.draft_vocab is set."""
+        """vocab_ids [W]: the token ids that the draft may propose, if config.draft_vocab is set; else ValueError."""
         super().__init__()
-        target, D = model.config, model.config.hidden_size
-        if config.draft_vocab and (vocab_ids is None or len(vocab_ids) != config.draft_vocab):
-            got = 0 if vocab_ids is None else len(vocab_ids)
-            raise ValueError(f"draft_vocab is {config.draft_vocab}, but {got} vocab_ids were given")
-        self.config, self.target = config, target
-        self.frozen = {"model": model}                      # in a dict, so that it is no submodule of the draft
+        given = 0 if vocab_ids is None else len(vocab_ids)
+        if config.draft_vocab and given != config.draft_vocab:
+            raise ValueError(f"draft_vocab is {config.draft_vocab}, but {given} vocab_ids were given")
+        self.config, self.target, D = config, model.config, model.config.hidden_size
         self.register_buffer("vocab_ids", vocab_ids if config.draft_vocab else None)
-        head = model.lm_head.weight if not config.draft_vocab else model.lm_head.weight[vocab_ids]      # [W, D]
-        self.frozen["head"] = head
-        like = {"device": head.device, "dtype": head.dtype}
-        self.trigram_in = nn.Linear(3 * D, D, **like)       # section 3.1 of the paper: two layers stand for the bottom of the target
-        self.trigram_out = nn.Linear(D, D, **like)
-        self.block = Block(target).to(**like)
-        self.norm = nn.RMSNorm(D, eps=target.rms_norm_eps, **like)
+        head = model.lm_head.weight[vocab_ids] if config.draft_vocab else model.lm_head.weight          # [W, D]
+        self.frozen = {"model": model, "head": head}        # in a dict: no submodule, no parameter of the draft
+        self.trigram_in, self.trigram_out = nn.Linear(3 * D, D), nn.Linear(D, D)    # in place of the target's bottom
+        self.block = Block(self.target)
+        self.norm = nn.RMSNorm(D, eps=self.target.rms_norm_eps)
         width = D if config.heads == "light" else len(head)
-        self.heads = nn.ModuleList(nn.Linear(2 * D, width, bias=False, **like) for _ in range(config.depth))
+        self.heads = nn.ModuleList(nn.Linear(2 * D, width, bias=False) for _ in range(config.depth))
+        self.to(head.device, head.dtype)
         self._init_from(model)
 
     @torch.no_grad()
     def _init_from(self, model: Llama) -> None:
-        """Block and norm start as the target's last, heads as the mean of h and hhat, so that logits have their scale."""
+        """Block and norm start as the target's last; heads as the mean of h and hhat: logits in scale."""
         self.block.load_state_dict(model.layers[-1].state_dict())
         self.norm.weight.copy_(model.norm.weight)
         half = torch.eye(self.target.hidden_size) / 2 if self.config.heads == "light" else self.frozen["head"] / 2
         for head in self.heads:
             head.weight.copy_(torch.cat((half, half), 1))
 
-    # -- the three parts ------------------------------------------------------------------------------------------------
+    # -- the parts ----------------------------------------------------------------------------------------------------
 
     def encode(self, trigrams: torch.Tensor) -> torch.Tensor:
         """Trigram ids [..., 3], oldest first, -1 where the text has not begun -> z [..., D]."""
-        e = self.frozen["model"].embed(trigrams.clamp(min=0)).to(self.trigram_in.weight.dtype)      # [..., 3, D]
+        e = self.frozen["model"].embed(trigrams.clamp(min=0)).to(self.norm.weight.dtype)        # [..., 3, D]
         e = e * (trigrams >= 0).unsqueeze(-1)               # missing neighbours are zero vectors (unigram, bigram)
         return self.trigram_out(F.silu(self.trigram_in(e.flatten(-2))))
 
     def head_input(self, step: int, h: torch.Tensor, hhat: torch.Tensor) -> torch.Tensor:
-        """Residual path: [last verified target state h; hhat], [..., D] each -> what head_logits reads."""
+        """Residual path: the last verified target state h and hhat, [..., D] each -> what head_logits reads."""
         both = torch.cat((h, hhat), -1)
         return self.heads[step](both) if self.config.heads == "light" else both
 
@@ -91,18 +89,17 @@ class Chimera(nn.Module):
             return self.heads[step](state)
         return F.linear(state.to(self.frozen["head"].dtype), self.frozen["head"])
 
-    # -- training: all steps at all positions at once ---------------------------------------------------------------------
+    # -- training: all steps at all positions at once -----------------------------------------------------------------
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """tokens [B, T], the target's hidden states [B, T, D] -> per step k = 1..K the inputs of its head [B, T-k, .].
+        """tokens [B, T], the target's hidden states [B, T, D] -> per step k = 1..K its head's inputs [B, T-k, .].
 
-        Step k at position i takes z_{i+k}, attends to h_0..h_i, to the outputs of steps 1..k-1 at the same i and to itself,
-        and predicts token i+k+1. A text of T tokens so has T-k positions at step k (the last one predicts token T, unseen).
+        Step k at position i takes z_{i+k}; attends to h_0..h_i, to the outputs of steps 1..k-1 at the same i, and to
+        itself; and predicts token i+k+1. T tokens so give T-k positions; the last of them predicts the unseen token T.
         """
-        T = tokens.shape[1]
-        rope = self.frozen["model"].rope
+        T, rope = tokens.shape[1], self.frozen["model"].rope
         hidden = hidden.to(self.norm.weight.dtype)
-        z = self.encode(trigrams(tokens))                                       # [B, T, D]
+        z = self.encode(trigrams_of(tokens))                                    # [B, T, D]
         q_z, k_z, v_z = self.block.project(z, *rope(slice(0, T)))               # z_j is the same whichever step uses it
         _, k_h, v_h = self.block.project(hidden, *rope(slice(0, T)))
         own, states = [], []                                                    # own: keys and values of hhat, per step
@@ -115,7 +112,7 @@ class Chimera(nn.Module):
             states.append(self.head_input(k - 1, hidden[:, :L], hhat))
         return states
 
-    # -- files ----------------------------------------------------------------------------------------------------------
+    # -- files --------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder, dtype: torch.dtype | None = None) -> None:
         """Writes config.json and model.safetensors: only what the draft owns, in its own dtype or `dtype`."""
@@ -133,13 +130,15 @@ class Chimera(nn.Module):
         path = Path(folder) / "config.json"
         raw = read_json(path)
         if raw.get("model_type") != "chimera":
-            raise ValueError(f"{path} is no Chimera draft (model_type {raw.get('model_type')!r}); train one with train.py")
+            raise ValueError(f"{path} is no Chimera draft (model_type {raw.get('model_type')!r}); train one")
+        made_for = raw.get("target", {})
         for key, ours in asdict(model.config).items():
-            if raw["target"].get(key) != ours:
-                raise ValueError(f"{folder} was trained for a target with {key} {raw['target'].get(key)}, this one has {ours}; "
-                                 "train a draft for it with train.py")
-        if raw["target_fingerprint"] != fingerprint(model):
-            print(f"warning: {folder} was trained for other weights of this shape; text stays right, speed may suffer")
+            if made_for.get(key) != ours:
+                raise ValueError(f"{folder} was trained for a target with {key} {made_for.get(key)}, this one has "
+                                 f"{ours}; train a draft for it with train.py")
+        if raw.get("target_fingerprint") != fingerprint(model):
+            print(f"warning: {folder} was trained for other weights of this shape; the text stays right, the speed may "
+                  "suffer", file=sys.stderr)
         file = open_safetensors(Path(folder) / "model.safetensors")
         weights = {name: file.get_tensor(name) for name in file.keys()}
         config = ChimeraConfig(**{k: raw[k] for k in ChimeraConfig.__dataclass_fields__ if k in raw})
@@ -147,26 +146,26 @@ class Chimera(nn.Module):
         try:
             draft.load_state_dict(weights)
         except RuntimeError as error:
-            raise ValueError(f"{folder} does not hold the weights its config.json tells: {error}") from None
+            raise ValueError(f"{folder}: config.json and weights differ: {' '.join(str(error).split())}") from None
         return draft.requires_grad_(False)
 
 
-def trigrams(tokens: torch.Tensor) -> torch.Tensor:
+def trigrams_of(tokens: torch.Tensor) -> torch.Tensor:
     """tokens [B, T] -> ids of positions i-2, i-1, i, [B, T, 3]; -1 before the beginning."""
     return F.pad(tokens, (2, 0), value=-1).unfold(1, 3, 1)
 
 
 def attend_diagonal(q, k, v, diagonal: list) -> torch.Tensor:
-    """Causal attention over k, v plus, for row i, over row i of each (key, value) of `diagonal`. q [B, H, L, E] -> the same.
+    """Causal attention over k, v and, for row i, over row i of each (key, value) in `diagonal`: q [B, H, L, E] -> same.
 
-    One softmax over both parts: this is what a row of the decoding cache sees, written for all positions at once.
+    One softmax over both parts: what a row of the decoding cache sees, written for all positions at once.
     """
-    B, H, L, E = q.shape
-    q = q.unflatten(1, (k.shape[1], -1)) * E ** -0.5                            # [B, G, H/G, L, E]
-    own_k, own_v = (torch.stack(pair, 3).unsqueeze(2) for pair in zip(*diagonal))       # [B, G, 1, L, k, E]
-    far = q @ k.unsqueeze(2).transpose(-1, -2)                                  # [B, G, H/G, L, L]
+    L, E = q.shape[2:]
+    q = q.unflatten(1, (k.shape[1], -1)) * E ** -0.5                                            # [B, G, H/G, L, E]
+    own_k, own_v = (torch.stack(pair, 3).unsqueeze(2) for pair in zip(*diagonal))               # [B, G, 1, L, k, E]
+    far = q @ k.unsqueeze(2).transpose(-1, -2)                                                  # [B, G, H/G, L, L]
     far = far.masked_fill(~torch.ones(L, L, dtype=torch.bool, device=q.device).tril(), float("-inf"))
-    near = (own_k @ q.unsqueeze(-1)).squeeze(-1)                                # [B, G, H/G, L, k]
+    near = (own_k @ q.unsqueeze(-1)).squeeze(-1)                                                # [B, G, H/G, L, k]
     weights = torch.cat((far, near), -1).softmax(-1, dtype=torch.float32).to(v.dtype)
     out = weights[..., :L] @ v.unsqueeze(2) + (weights[..., None, L:] @ own_v).squeeze(-2)
     return out.flatten(1, 2)
@@ -174,41 +173,44 @@ def attend_diagonal(q, k, v, diagonal: list) -> torch.Tensor:
 
 @torch.no_grad()
 def fingerprint(model: Llama) -> int:
-    """A checksum of a few numbers of every weight, the same in float32 and bfloat16: tells a fine-tune from its base."""
+    """A checksum of a few numbers of each weight, the same in float32 and bfloat16: tells a fine-tune from its base."""
     sample = torch.cat([p.flatten()[:64].to("cpu", torch.bfloat16) for p in model.parameters()])
     return zlib.crc32(sample.view(torch.int16).numpy().tobytes())
 
 
-class ChimeraState:
-    """One text's draft state in decoding: keys and values of the target's states, then of the nodes drafted this round.
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding: one step for the nodes of one tree depth
 
-    `observe` takes the states that the target committed; `step` drafts one depth; the next `observe` drops what was drafted.
+class ChimeraState:
+    """One text's draft state: keys and values of the target's states, behind them those of the nodes of this round.
+
+    `observe` takes the states that the target committed; `step` drafts one depth; the next `observe` drops the drafted.
     """
 
     def __init__(self, draft: Chimera, rows: int):
         self.draft, self.vocab_ids = draft, draft.vocab_ids
         self.cache = KVCache(1, draft.target, rows, draft.norm.weight)
-        self.known = draft.norm.weight.new_empty(0, draft.target.hidden_size)   # rows whose final state is not in the cache yet
-        self.length = 0                                                         # n: committed target states, with those in `known`
+        self.known = draft.norm.weight.new_empty(0, draft.target.hidden_size)   # final states that are not in the cache
+        self.length = 0                                                         # n: committed states, those included
 
     def observe(self, tokens: list[int], hidden: torch.Tensor) -> None:
         """hidden [R, D]: the target's states of the newly committed positions (their tokens are not needed here)."""
-        waiting = self.known if self.length > self.cache.length else hidden[:0]
+        waiting = self.known if self.cache.length < self.length else hidden[:0]     # else `known` is of drafted nodes
         self.cache.length = self.length - len(waiting)
         self.known, self.newest = torch.cat((waiting, hidden)), hidden[-1:]
         self.length += len(hidden)
 
-    def step(self, depth: int, trigrams: torch.Tensor, offsets: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
-        """Drafts the M nodes of one tree depth: trigrams [M, 3], offsets [R + M] (positions behind n) -> logits [M, W].
+    def step(self, depth: int, trigrams: torch.Tensor, offsets: torch.Tensor, mask) -> torch.Tensor:
+        """Drafts the M nodes of one depth: trigrams [M, 3], offsets [R + M] (positions behind n) -> logits [M, W].
 
-        One pass projects the R rows known since the last step (target states at depth 0, then hhat of the depth above) and
-        the M new z. A z's key and value are seen by itself only: the next step writes the hhat of the same nodes over them.
+        One pass projects the R rows known since the last step (target states at depth 0, then hhat of the depth above)
+        and the M new z. Only a z itself sees its key and value: the next step writes its node's hhat over them.
         """
         draft, n, R = self.draft, self.length, len(self.known)
-        z = draft.encode(trigrams)                                              # [M, D]
+        z = draft.encode(trigrams)                                                                  # [M, D]
         rope = draft.frozen["model"].rope(slice(n - R, n + 1) if depth == 0 else n + offsets)
         q, k, v = draft.block.project(torch.cat((self.known, z))[None], *rope)
-        k, v = self.cache.write(0, k, v)                                        # [1, G, S, E]
+        k, v = self.cache.write(0, k, v)                                                            # [1, G, S, E]
         self.cache.length += R
         self.known = hhat = draft.norm(draft.block.finish(z[None], attend(q[:, :, R:], k, v, mask)))[0]
         return draft.head_logits(depth, draft.head_input(depth, self.newest.expand_as(hhat), hhat))

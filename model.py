@@ -2,9 +2,10 @@
 
 The arithmetic is that of LLaMA-2 (Touvron et al., arXiv 2307.09288): RMSNorm before each part, rotary positions,
 grouped-query attention, SwiGLU. It equals Hugging Face transformers' on the same folder. Left out on purpose: biases,
-sliding windows, experts, rope types other than plain and linear. A checkpoint that needs one of them is refused by name.
+sliding windows, experts, rope types other than plain and linear. A checkpoint that needs one is refused by name.
 
-Shapes: B batch, T new tokens, S cached + new tokens, D hidden size, H query heads, G key/value heads, E head size, V vocabulary.
+Shapes: B batch, T new tokens, S cached + new tokens, D hidden size, H query heads, G key/value heads, E head size,
+V vocabulary.
 """
 import json
 import math
@@ -52,9 +53,9 @@ class LlamaConfig:
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if raw.get("model_type", "llama") != "llama":
-            raise ValueError(f"model_type {raw['model_type']!r} is not supported; this code runs 'llama' checkpoints only")
+            raise ValueError(f"model_type {raw['model_type']!r} is not supported, only 'llama' is")
         if kind not in ("default", "linear"):
-            raise ValueError(f"rope type {kind!r} is not supported (default and linear are); use a LLaMA-2 style checkpoint")
+            raise ValueError(f"rope type {kind!r} is not supported, only 'default' and 'linear' are (LLaMA-2 style)")
         only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
         for key, value in only.items():
             if raw.get(key, value) not in (value, None):
@@ -75,7 +76,7 @@ class KVCache:
     """Keys and values of the committed positions, preallocated for `rows` positions.
 
     Contract: the rows 0..length-1 are valid. `write` puts T new rows behind them and returns all S = length + T;
-    nothing counts until `length` is moved. `keep(start, rows)` moves the given rows to start, start+1, ... and cuts there.
+    nothing counts until `length` is moved. `keep(start, rows)` moves rows to start, start+1, ... and cuts behind them.
     """
 
     def __init__(self, layers: int, config: LlamaConfig, rows: int, like: torch.Tensor, batch: int = 1):
@@ -120,7 +121,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Block(nn.Module):
-    """One decoder layer, in the two halves around attention, so that the draft can put its own attention between them."""
+    """One decoder layer as two halves around attention: the draft puts its own attention between them."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -222,7 +223,8 @@ class Llama(nn.Module):
             model = cls(config)
         where = tensor_files(folder)
         for name, parameter in list(model.named_parameters()):
-            weight = torch.cat([read_tensor(where, hf, shape, dtype) for hf, shape in hf_parts(name, parameter, config)])
+            parts = hf_parts(name, parameter, config)
+            weight = torch.cat([read_tensor(where, hf, shape, dtype) for hf, shape in parts])
             owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             setattr(owner, leaf, nn.Parameter(weight.to(device), requires_grad=False))
         if config.tie_word_embeddings:
@@ -265,11 +267,14 @@ def hf_parts(name: str, parameter: torch.Tensor, config: LlamaConfig) -> list[tu
 
 def read_json(path: Path) -> dict:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} not found; point to a folder in Hugging Face layout (config.json, *.safetensors)")
+        raise FileNotFoundError(f"{path} not found; give a folder in Hugging Face layout (config.json, *.safetensors)")
     try:
-        return json.loads(path.read_text("utf-8"))
+        raw = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch the file again") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} is not a JSON object; fetch the file again")
+    return raw
 
 
 def open_safetensors(path: Path):
@@ -285,11 +290,13 @@ def tensor_files(folder: Path) -> dict:
     """Tensor name -> the open file that holds it. With an index, only what the index names is read."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = read_json(index)["weight_map"]
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise ValueError(f"{index} has no weight_map; fetch the file again")
         files = {file: open_safetensors(folder / file) for file in sorted(set(names.values()))}
         return {name: files[file] for name, file in names.items()}
     if not (folder / "model.safetensors").is_file() and list(folder.glob("pytorch_model*.bin")):
-        raise ValueError(f"{folder} holds only pytorch_model*.bin files, which are not read; save it as safetensors first")
+        raise ValueError(f"{folder} holds only pytorch_model*.bin, which is not read; save it as safetensors first")
     file = open_safetensors(folder / "model.safetensors")
     return dict.fromkeys(file.keys(), file)
 
@@ -352,7 +359,8 @@ class Tokenizer:
             raise ValueError(f"{path} is not a sentencepiece model ({error}); fetch the file again") from None
         special = {sp.IdToPiece(i): i for i in range(sp.vocab_size()) if sp.IsControl(i)}
         bos = sp.bos_id() if sp.bos_id() >= 0 else None
-        return cls(sp.EncodeAsIds, sp.DecodeIds, sp.vocab_size(), special, bos, eos_ids or {sp.eos_id()}, bos is not None)
+        return cls(sp.EncodeAsIds, sp.DecodeIds, sp.vocab_size(), special, bos, eos_ids or {sp.eos_id()},
+                   adds_bos=bos is not None)
 
     @classmethod
     def _tokenizers(cls, path: Path, bos_id: int | None, eos_ids: set[int]) -> "Tokenizer":
@@ -367,8 +375,8 @@ class Tokenizer:
         adds_bos = bos_id is not None and tok.encode("a").ids[:1] == [bos_id]
         tok.encode_special_tokens = True
         special = {t.content: i for i, t in tok.get_added_tokens_decoder().items() if t.special}
-        return cls(lambda text: tok.encode(text, add_special_tokens=False).ids, tok.decode, tok.get_vocab_size(), special,
-                   bos_id, eos_ids, adds_bos)
+        return cls(lambda text: tok.encode(text, add_special_tokens=False).ids, tok.decode, tok.get_vocab_size(),
+                   special, bos_id, eos_ids, adds_bos)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """bos=True puts BOS in front where the folder's own tokenizer does (LLaMA: yes, SmolLM2: no)."""

@@ -5,7 +5,6 @@
 The text goes to standard output as it is committed, everything else to standard error.
 """
 import argparse
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 
 from common import CHATS, TextStream, chat_prompt, choose_chat, choose_device, load_target, run
 from draft import Chimera
-from model import Llama
+from model import Llama, read_json
 from speculative import Tree, default_tree, generate, is_greedy
 
 GREEN, RESET = "\033[32m", "\033[0m"
@@ -67,13 +66,17 @@ def printer(stream: TextStream, color: bool):
 
 
 def describe(name: str, result: Result) -> str:
+    if len(result.ids) < 2:                                 # speed is measured from the first token on
+        return f"{name}: {len(result.ids)} tokens"
     return (f"{name}: {len(result.ids)} tokens, {result.speed:.1f} tokens/s, tau {result.tau:.2f}, "
             f"first token after {result.first - result.started:.3f} s")
 
 
 def compare(model: Llama, prompt: list[int], with_draft: Result, plain: Result, temperature: float) -> str:
     """The two speeds, and whether the texts are the same; if not, where they part and how near the tie was there."""
-    lines = [describe("plain", plain), f"speedup: {with_draft.speed / plain.speed:.2f}x"]
+    lines = [describe("plain", plain)]
+    if len(plain.ids) > 1:
+        lines.append(f"speedup: {with_draft.speed / plain.speed:.2f}x")
     a, b = with_draft.ids, plain.ids
     if a == b:
         return "\n".join([*lines, "identical: yes"])
@@ -125,8 +128,7 @@ def read_prompt(text: str) -> str:
 
 def load_draft(folder: str, model: Llama):
     """A Chimera folder, or the folder of a second LLaMA, told apart by config.json."""
-    path = Path(folder) / "config.json"
-    if path.is_file() and json.loads(path.read_text()).get("model_type") == "llama":
+    if read_json(Path(folder) / "config.json").get("model_type") == "llama":
         return Llama.from_pretrained(folder, model.embed.weight.device, model.embed.weight.dtype)
     return Chimera.from_pretrained(folder, model)
 
@@ -136,8 +138,8 @@ def main() -> None:
     text, device = read_prompt(args.prompt), choose_device(args.device)
     model, tok = load_target(args.ckpt, device, args.dtype)
     draft = None if args.draft == "none" else load_draft(args.draft, model)
-    if args.compare and draft is None:
-        raise ValueError("--compare needs a --draft")
+    if (args.compare or args.tree) and draft is None:
+        raise ValueError("--compare and --tree need a --draft")
     chat = choose_chat(args.chat, tok)
     prompt = chat_prompt(tok, chat, [text])
     tree = Tree.parse(args.tree or default_tree(draft, args.temperature)) if draft else None

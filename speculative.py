@@ -16,12 +16,13 @@ from functools import cache as memoize
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from draft import Chimera, ChimeraState
 from model import KVCache, Llama
 from tree import Plan, Tree
 
-DRAFT_TOP = 64          # candidates are drawn from the draft's best 64 tokens; q = 0 elsewhere is lossless and much cheaper
+DRAFT_TOP = 64          # candidates come from the draft's best 64 tokens; q = 0 elsewhere is lossless, and cheaper
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -33,7 +34,7 @@ def is_greedy(temperature: float) -> bool:
 
 
 def warp(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """logits [..., V] -> probabilities [..., V] float32: temperature, top-k, renormalise, top-p (at least one token stays)."""
+    """logits [..., V] -> probabilities [..., V] float32: temperature, top-k, renormalise, top-p (at least one token)."""
     probs = (logits.float() / temperature).softmax(-1)
     k = min(top_k or probs.shape[-1], probs.shape[-1])
     if k == probs.shape[-1] and top_p >= 1:
@@ -48,6 +49,7 @@ def warp(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: 
 
 class Randomness:
     """Where chance enters: flip and draw. Tests replace it by one that follows every branch with its weight."""
+    log: list[tuple[float, float]] = []                                         # what Generator notes for display
 
     def flip(self, probability: float) -> bool:
         raise NotImplementedError
@@ -57,7 +59,7 @@ class Randomness:
         raise NotImplementedError
 
     def draw_distinct(self, probs: torch.Tensor, count: int) -> torch.Tensor:
-        """probs [M, V] -> indices [M, count] drawn without replacement, in draw order; -1 where none of q > 0 is left."""
+        """probs [M, V] -> indices [M, count] in draw order, without replacement; -1 where none of q > 0 is left."""
         rows = []
         for row in probs.clone():
             rows.append([])
@@ -72,8 +74,7 @@ class Generator(Randomness):
     """Randomness from a torch.Generator (None: torch's global one)."""
 
     def __init__(self, generator: torch.Generator | None = None):
-        self.generator = generator
-        self.log: list[tuple[float, float]] = []                                # (probability, uniform draw) of each flip
+        self.generator, self.log = generator, []                                # log: (chance, uniform) of each flip
 
     def _uniform(self, *shape: int) -> torch.Tensor:
         device = "cpu" if self.generator is None else self.generator.device
@@ -88,18 +89,18 @@ class Generator(Randomness):
         if not math.isfinite(cdf[-1].item()):
             raise ValueError(NON_FINITE)
         point = self._uniform().to(cdf.device, torch.float64) * cdf[-1]
-        return int(torch.searchsorted(cdf, point, right=True))                  # right: a token of probability 0 has no width
+        return int(torch.searchsorted(cdf, point, right=True))                  # right: probability 0 has no width
 
     def draw_distinct(self, probs: torch.Tensor, count: int) -> torch.Tensor:
-        """The Gumbel-top-k trick (Kool et al., arXiv 1903.06059): one draw for all rows, the same law as drawing in turn."""
+        """The Gumbel-top-k trick (Kool et al., arXiv 1903.06059): all rows at once, the same law as drawing in turn."""
         exponential = -torch.log1p(-self._uniform(*probs.shape)).to(probs.device)       # u in [0, 1) -> never infinite
         keys = probs.log() - exponential.clamp(min=1e-30).log()                 # log q + Gumbel noise
         best, index = keys.topk(min(count, probs.shape[-1]))
         index = index.masked_fill(best == -math.inf, -1)
-        return torch.nn.functional.pad(index, (0, count - index.shape[1]), value=-1)
+        return F.pad(index, (0, count - index.shape[1]), value=-1)
 
 
-NON_FINITE = "the model's logits are not finite; use --dtype bfloat16 or float32 (float16 overflows on some checkpoints)"
+NON_FINITE = "the model's logits are not finite; use dtype bfloat16 or float32 (float16 overflows on some checkpoints)"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,8 +127,8 @@ def accept(children: list[list[int]], tokens: list[int], p_at: Callable[[int], t
            q_at: Callable[[int], torch.Tensor | None], randomness: Randomness) -> tuple[list[int], int]:
     """Walks from the root: -> (accepted nodes, the token the target supplies after them), distributed exactly as p.
 
-    children[i] lists node i's candidates in the order in which they were drawn from q_at(i) without replacement; tokens[c]
-    is -1 where q had no token left. q_at(i) None: they were chosen, not drawn, so each is judged by p alone.
+    children[i] lists node i's candidates in the order in which they were drawn from q_at(i), without replacement;
+    tokens[c] is -1 where q had no token left. q_at(i) None: they were chosen, not drawn, so p alone judges each.
     Chen et al. Algorithm 2 for one child; Jeon et al. (recursive rejection sampling) for several.
     """
     path = [0]
@@ -147,7 +148,7 @@ def accept(children: list[list[int]], tokens: list[int], p_at: Callable[[int], t
 
 
 def accept_greedy(children: list[list[int]], tokens: list[int], best: list[int]) -> tuple[list[int], int]:
-    """accept() where p is one-hot: follow the child that is the target's argmax, best[node], as long as there is one."""
+    """accept() where p is one-hot: follow the child that is the target's argmax, best[node], while there is one."""
     path = [0]
     while (child := next((c for c in children[path[-1]] if tokens[c] == best[path[-1]]), None)) is not None:
         path.append(child)
@@ -159,13 +160,12 @@ def accept_greedy(children: list[list[int]], tokens: list[int], best: list[int])
 
 class LlamaState:
     """A second, smaller Llama as the draft: the same interface as ChimeraState, fed with tokens instead of states."""
-
     vocab_ids = None                            # it proposes every token
 
     def __init__(self, draft: Llama, rows: int):
         self.draft, self.cache = draft, draft.new_cache(rows)
         self.waiting: list[int] = []            # committed tokens that are not in its cache
-        self.length = 0
+        self.length = 0                         # n: committed tokens, those waiting included
 
     def observe(self, tokens: list[int], hidden: torch.Tensor) -> None:
         self.cache.length = self.length - len(self.waiting)                     # drop what was drafted
@@ -174,7 +174,7 @@ class LlamaState:
     def step(self, depth, trigrams, offsets, mask):
         ids, positions = trigrams[:, 2], None
         if depth == 0:
-            ids, self.waiting = torch.cat((torch.tensor(self.waiting, device=ids.device, dtype=ids.dtype), ids)), []
+            ids, self.waiting = torch.cat((ids.new_tensor(self.waiting), ids)), []
         else:
             positions = self.length + offsets[-len(ids):]
         hidden = self.draft.hidden_states(ids[None], self.cache, positions, mask)
@@ -190,13 +190,23 @@ class Cache:
         self.drafter: ChimeraState | LlamaState | None = None
         self.owner = None                       # the model and draft that it belongs to
 
+    def prepare(self, model: Llama, draft, rows: int) -> None:
+        """Makes or grows the target's and the draft's state for `rows` positions."""
+        if self.owner is None:
+            self.owner, self.kv = (model, draft), model.new_cache(rows)
+            if draft is not None:
+                self.drafter = (LlamaState if isinstance(draft, Llama) else ChimeraState)(draft, rows)
+        for state in (self.kv, self.drafter and self.drafter.cache):
+            if state is not None:
+                state.reserve(rows)
+
 
 @dataclass
 class Round:
-    """One round for display: q and p [V] by node (only nodes that were visited), flips (chance, uniform draw) in order."""
+    """One round, for display: p and q [V] by visited node (none when greedy), flips (chance, uniform) in order."""
     tree: Tree
     tokens: list[int]
-    q: dict[int, torch.Tensor | None]
+    q: dict[int, torch.Tensor]
     p: dict[int, torch.Tensor]
     flips: list[tuple[float, float]]
     path: list[int]
@@ -204,31 +214,26 @@ class Round:
 
 
 def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, randomness: Randomness):
-    """Step 1: -> token ids of all nodes [N + 1] (-1: q had no token left), and per level (ids, q) where q was drawn from.
+    """Step 1: -> token ids of all nodes [N + 1] (-1: q had no token left), and (ids, q) by node.
 
-    q_of (logits -> probabilities): children are drawn from it; None: they are the top of the logits.
+    A node's children are drawn from q = q_of(top logits); q_of None: they are the top of the logits, nothing is drawn.
     """
-    device = plan.depths.device
-    tokens = torch.full((plan.tree.size + 1,), context[-1], device=device)
-    grams = torch.tensor([([-1, -1, *context])[-3:]], device=device)            # [M, 3]
-    drawn = []
+    tokens, drawn = torch.full((plan.tree.size + 1,), context[-1], device=plan.depths.device), {}
+    grams = torch.tensor([[-1, -1, *context][-3:]], device=tokens.device)       # [M, 3]
     for depth, (level, offsets, mask, parent, rank) in enumerate(plan.levels):
         logits = drafter.step(depth, grams, offsets, mask(drafter.length))      # [M, W]
-        count = max(len(plan.tree.children[node]) for node in level.nodes)
-        top, ids = logits.topk(min(count if q_of is None else DRAFT_TOP, logits.shape[-1]))
-        ids = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]
+        top, ids = logits.topk(min(level.fan if q_of is None else DRAFT_TOP, logits.shape[-1]))
+        ids = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]      # [M, top]
         if q_of is None:
-            chosen = torch.nn.functional.pad(ids, (0, count - ids.shape[1]), value=-1)
+            chosen = F.pad(ids, (0, level.fan - ids.shape[1]), value=-1)        # [M, fan]
         else:
             q = q_of(top)
-            drawn.append((ids, q))
-            picks = randomness.draw_distinct(q, count)                          # [M, count]
+            drawn |= {node: (ids[row], q[row]) for row, node in enumerate(level.nodes)}
+            picks = randomness.draw_distinct(q, level.fan)
             chosen = ids.gather(1, picks.clamp(min=0)).masked_fill(picks < 0, -1)
-        kids = chosen[parent, rank]                                             # [children]
-        tokens[level.first:level.first + len(kids)] = kids
-        if depth + 1 < plan.tree.depth:
-            inner = [c - level.first for c in plan.levels[depth + 1][0].nodes]
-            grams = torch.cat((grams[parent[inner], 1:], kids[inner].clamp(min=0).unsqueeze(1)), 1)
+        children = chosen[parent, rank]
+        tokens[level.first:level.first + len(children)] = children
+        grams = torch.cat((grams[parent, 1:], children.clamp(min=0).unsqueeze(1)), 1)[level.grow]
     return tokens, drawn
 
 
@@ -239,36 +244,33 @@ def verify(model: Llama, cache: KVCache, plan: Plan, tokens: torch.Tensor) -> tu
     return hidden, model.lm_head(hidden)
 
 
-def judge(plan: Plan, tokens: list[int], logits: torch.Tensor, drawn: list, p_of: Callable | None, randomness: Randomness):
-    """Step 3: -> (accepted nodes, the target's own token, p by visited node, q by visited node)."""
+def judge(children, tokens: list[int], logits: torch.Tensor, drawn: dict, p_of: Callable | None, randomness):
+    """Step 3: -> (accepted nodes, the target's own token, p and q by visited node); p is formed for those only."""
     if p_of is None:
         value, best = (row.tolist() for row in logits.max(-1))
         if not all(map(math.isfinite, value)):
             raise ValueError(NON_FINITE)
-        path, bonus = accept_greedy(plan.tree.children, tokens, best)
-        return path, bonus, {}, {}
-    rows = {node: (level, row) for level, (lv, *_) in enumerate(plan.levels) for row, node in enumerate(lv.nodes)}
+        return *accept_greedy(children, tokens, best), {}, {}
     p, q = {}, {}
 
     def p_at(node):
-        return p.setdefault(node, p_of(logits[node]))
+        p[node] = p_of(logits[node])
+        return p[node]
 
     def q_at(node):
-        if node in rows:
-            ids, values = drawn[rows[node][0]]
-            ids, values = ids[rows[node][1]], values[rows[node][1]]
-            q[node] = torch.zeros(logits.shape[-1], device=values.device).scatter(0, ids, values)
+        if node in drawn:
+            ids, values = drawn[node]
+            q[node] = values.new_zeros(logits.shape[-1]).scatter(0, ids, values)        # the very numbers drawn from
         return q.get(node)
 
-    path, bonus = accept(plan.tree.children, tokens, p_at, q_at, randomness)
-    return path, bonus, p, q
+    return *accept(children, tokens, p_at, q_at, randomness), p, q
 
 
-def commit(cache: Cache, tokens: list[int], hidden: torch.Tensor, path: list[int], bonus: int, eos: frozenset) -> list[int]:
+def commit(cache: Cache, tokens: list[int], hidden: torch.Tensor, path: list[int], bonus: int, eos) -> list[int]:
     """Step 4: keep the rows of root and path, drop the rest -> the new tokens, cut behind the first eos."""
     new = [tokens[node] for node in path] + [bonus]
-    stop = next((i + 1 for i, token in enumerate(new) if token in eos), len(new))
-    new, kept, n = new[:stop], ([0] + path)[:stop], len(cache.tokens) - 1
+    new = new[:next((i + 1 for i, token in enumerate(new) if token in eos), len(new))]
+    kept, n = [0, *path][:len(new)], len(cache.tokens) - 1
     cache.kv.keep(n, [n + node for node in kept])
     if cache.drafter is not None:
         cache.drafter.observe([cache.tokens[-1], *new[:-1]], hidden[kept])
@@ -276,74 +278,77 @@ def commit(cache: Cache, tokens: list[int], hidden: torch.Tensor, path: list[int
     return new
 
 
-@torch.inference_mode()
-def _rounds(model, cache, feed, plans, max_new_tokens, depth_room, p_of, randomness, eos, on_round) -> Iterator[list[int]]:
+def prefill(model: Llama, cache: Cache, prompt: list[int], p_of: Callable | None, randomness: Randomness) -> list[int]:
+    """Runs the target over the prompt (and what an earlier call left without a row) -> its first token, as a list."""
+    cache.tokens += prompt
+    feed = cache.tokens[cache.kv.length:]
     hidden = model.hidden_states(torch.tensor([feed], device=model.embed.weight.device), cache.kv)[0]
-    _, first, _, _ = judge(plans(0), [feed[-1]], model.lm_head(hidden[-1:]), [], p_of, randomness)
+    _, first, _, _ = judge([[]], feed[-1:], model.lm_head(hidden[-1:]), {}, p_of, randomness)
     if cache.drafter is not None:
         cache.drafter.observe(feed, hidden)
     cache.tokens.append(first)
-    new, left = [first], max_new_tokens - 1
+    return [first]
+
+
+@torch.inference_mode()
+def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eos, on_round) -> Iterator[list[int]]:
+    new = prefill(model, cache, prompt, p_of, randomness)
+    left = max_new_tokens - 1
     yield new
     while left > 0 and new[-1] not in eos:
-        flips = len(getattr(randomness, "log", []))
-        plan = plans(min(left - 1, depth_room - len(cache.tokens)))
-        ids, drawn = draft_tree(cache.drafter, plan, cache.tokens[-3:], p_of, randomness)       # 1. draft
-        hidden, logits = verify(model, cache.kv, plan, ids)                                     # 2. verify
+        flips, plan = len(randomness.log), plan_for(left - 1, len(cache.tokens))
+        ids, drawn = draft_tree(cache.drafter, plan, cache.tokens[-3:], p_of, randomness)                   # 1. draft
+        hidden, logits = verify(model, cache.kv, plan, ids)                                                 # 2. verify
         tokens = ids.tolist()
-        path, bonus, p, q = judge(plan, tokens, logits, drawn, p_of, randomness)                # 3. accept
-        new = commit(cache, tokens, hidden, path, bonus, eos)                                   # 4. commit
+        path, bonus, p, q = judge(plan.tree.children, tokens, logits, drawn, p_of, randomness)              # 3. accept
+        new = commit(cache, tokens, hidden, path, bonus, eos)                                               # 4. commit
         left -= len(new)
         if on_round is not None:
-            on_round(Round(plan.tree, tokens, q, p, getattr(randomness, "log", [])[flips:], path, new))
+            on_round(Round(plan.tree, tokens, q, p, randomness.log[flips:], path, new))
         yield new
 
 
 def default_tree(draft, temperature: float) -> str:
     if isinstance(draft, Llama):
         return "chain:4"
-    return (draft.config.greedy_tree if is_greedy(temperature) else draft.config.sampled_tree) or f"chain:{draft.config.depth}"
+    chosen = draft.config.greedy_tree if is_greedy(temperature) else draft.config.sampled_tree
+    return chosen or f"chain:{draft.config.depth}"
 
 
-def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = None, tree=None, max_new_tokens: int = 256,
-             temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, eos_ids: Iterable[int] = (),
-             generator: torch.Generator | Randomness | None = None, cache: Cache | None = None,
-             on_round: Callable[[Round], None] | None = None) -> Iterator[list[int]]:
+def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = None, tree=None,
+             max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+             eos_ids: Iterable[int] = (), generator: torch.Generator | Randomness | None = None,
+             cache: Cache | None = None, on_round: Callable[[Round], None] | None = None) -> Iterator[list[int]]:
     """Yields, per target pass, the token ids that it committed; the first list is the prefill's one token.
 
     The continuation ends right after the first eos id, never exceeds max_new_tokens, and with the prompt never
     max_position_embeddings. tree: anything that Tree.parse reads; None is the draft's default for this temperature.
-    cache: a Cache() passed again continues its text; prompt then holds only the new tokens. Raises ValueError, at the call.
+    cache: a Cache() passed again continues its text; prompt then holds only the new tokens. Raises ValueError, at the
+    call, for arguments that do not fit; the first step of the iteration raises it for logits that are not finite.
     """
-    limit, V = model.config.max_position_embeddings, model.config.vocab_size
-    cache = Cache() if cache is None else cache
-    check_numbers(max_new_tokens, temperature, top_k, top_p)
+    cache, limit = Cache() if cache is None else cache, model.config.max_position_embeddings
+    check_settings(max_new_tokens, temperature, top_k, top_p)
     check_draft(model, draft, tree, cache)
-    if bad := [i for i in prompt if not 0 <= i < V]:
-        raise ValueError(f"prompt holds token id {bad[0]}, the model's vocabulary has {V}")
-    total = len(cache.tokens) + len(prompt)
-    feed = cache.tokens[cache.kv.length if cache.kv else 0:] + list(prompt)
-    if not feed:
-        raise ValueError("the prompt is empty: 0 tokens given, 1 needed")
-    if total >= limit:
-        raise ValueError(f"the prompt has {total} tokens and the model's context {limit}: no room to continue; shorten the prompt")
+    total = check_prompt(model, list(prompt), cache)
     if max_new_tokens == 0:
         return iter(())
     max_new_tokens = min(max_new_tokens, limit - total)
-    tree = Tree.parse(tree if tree is not None else default_tree(draft, temperature)) if draft is not None else Tree([])
-    if draft is not None:
-        check_depth(draft, tree)
+    tree = Tree([]) if draft is None else Tree.parse(default_tree(draft, temperature) if tree is None else tree)
+    check_tree(draft, tree)
     rows = total + max_new_tokens + tree.size + 1
-    prepare(cache, model, draft, rows)
-    cache.tokens += prompt
-    plans = memoize(lambda depth: Plan(tree.cut(max(depth, 0)), rows, model.embed.weight))
+    cache.prepare(model, draft, rows)
+    plans = memoize(lambda depth: Plan(tree.cut(depth), rows, model.embed.weight))
+    reach = draft.config.max_position_embeddings if isinstance(draft, Llama) else limit
     p_of = None if is_greedy(temperature) else partial(warp, temperature=temperature, top_k=top_k, top_p=top_p)
-    randomness = generator if isinstance(generator, Randomness) else Generator(generator)
-    depth_room = draft.config.max_position_embeddings if isinstance(draft, Llama) else limit
-    return _rounds(model, cache, feed, plans, max_new_tokens, depth_room, p_of, randomness, frozenset(eos_ids), on_round)
+    return _rounds(model, cache, list(prompt), lambda left, used: plans(max(0, min(tree.depth, left, reach - used))),
+                   max_new_tokens, p_of, generator if isinstance(generator, Randomness) else Generator(generator),
+                   frozenset(eos_ids), on_round)
 
 
-def check_numbers(max_new_tokens, temperature, top_k, top_p) -> None:
+# ---------------------------------------------------------------------------------------------------------------------
+# What a caller can get wrong
+
+def check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
     if not 0 <= temperature < math.inf:
@@ -354,31 +359,34 @@ def check_numbers(max_new_tokens, temperature, top_k, top_p) -> None:
         raise ValueError(f"top_p must lie between 0 and 1, not {top_p}")
 
 
-def check_draft(model, draft, tree, cache: Cache) -> None:
+def check_draft(model: Llama, draft, tree, cache: Cache) -> None:
     if draft is None and tree is not None:
         raise ValueError("a tree was given, but no draft to fill it")
     if isinstance(draft, Llama) and draft.config.vocab_size != model.config.vocab_size:
-        raise ValueError(f"the draft's vocabulary has {draft.config.vocab_size} tokens, the target's {model.config.vocab_size}")
+        raise ValueError(f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}; "
+                         "a draft must share the target's vocabulary")
     if isinstance(draft, Chimera) and draft.frozen["model"] is not model:
         raise ValueError("the draft was built for another model object; build it with this one")
     if cache.owner is not None and (cache.owner[0] is not model or cache.owner[1] is not draft):
         raise ValueError("the cache belongs to another model or draft; start a new Cache()")
 
 
-def check_depth(draft, tree: Tree) -> None:
-    vocabulary = draft.config.vocab_size if isinstance(draft, Llama) else len(draft.frozen["head"])
+def check_prompt(model: Llama, prompt: list[int], cache: Cache) -> int:
+    """-> tokens committed once the prompt is in."""
+    V, limit, total = model.config.vocab_size, model.config.max_position_embeddings, len(cache.tokens) + len(prompt)
+    if odd := [i for i in prompt if not 0 <= i < V]:
+        raise ValueError(f"the prompt holds token id {odd[0]}, the model's vocabulary has {V}")
+    if total == 0:
+        raise ValueError("the prompt is empty: 0 tokens given, 1 needed")
+    if total >= limit:
+        raise ValueError(f"the prompt has {total} tokens and the model's context {limit}: no room to continue; "
+                         "shorten the prompt")
+    return total
+
+
+def check_tree(draft, tree: Tree) -> None:
     if isinstance(draft, Chimera) and tree.depth > draft.config.depth:
         raise ValueError(f"the tree is {tree.depth} deep, the draft has {draft.config.depth} heads")
-    if tree.max_rank >= min(DRAFT_TOP, vocabulary) and tree.max_rank >= DRAFT_TOP:
-        raise ValueError(f"the tree has rank {tree.max_rank}, candidates come from the best {DRAFT_TOP} (ranks 0..{DRAFT_TOP - 1})")
-
-
-def prepare(cache: Cache, model: Llama, draft, rows: int) -> None:
-    """Makes or grows the target's and the draft's state for `rows` positions."""
-    if cache.owner is None:
-        cache.owner, cache.kv = (model, draft), model.new_cache(rows)
-        if draft is not None:
-            cache.drafter = (LlamaState if isinstance(draft, Llama) else ChimeraState)(draft, rows)
-    cache.kv.reserve(rows)
-    if cache.drafter is not None:
-        cache.drafter.cache.reserve(rows)
+    if tree.max_rank >= DRAFT_TOP:
+        raise ValueError(f"the tree has rank {tree.max_rank}, but candidates come from the best {DRAFT_TOP}, "
+                         f"ranks 0 to {DRAFT_TOP - 1}")

@@ -57,6 +57,8 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
     Logits exist for CHUNK labelled positions at a time: each chunk's gradient with respect to the heads' inputs is kept and
     sent through the draft once, at the end.
     """
+    short = max(0, draft.config.depth + 1 - tokens.shape[1])                    # every step needs a position
+    tokens, labelled = (torch.nn.functional.pad(t, (0, short)) for t in (tokens, labelled))
     with torch.no_grad():
         hidden = model.hidden_states(tokens)
     with torch.set_grad_enabled(scale is not None):
@@ -125,8 +127,8 @@ def save_atomically(write, path: Path) -> None:
 def save(out: Path, draft: Chimera, optimizer, settings: dict, step: int) -> None:
     """The exported draft (in the target's dtype) for sample.py, and everything that --resume needs in one file."""
     state = {"settings": settings, "step": step, "optimizer": optimizer.state_dict(), "draft": draft.state_dict()}
-    save_atomically(lambda path: torch.save(state, path), out / "state.pt")
     draft.save_pretrained(out, torch.bfloat16 if settings["dtype_used"] != "float32" else None)
+    save_atomically(lambda path: torch.save(state, path), out / "state.pt")     # last: --resume repeats a save cut off
 
 
 @torch.no_grad()
@@ -224,9 +226,12 @@ def parse_args() -> argparse.Namespace:
 def check(args) -> None:
     if not args.ckpt or not (args.data or args.distill):
         raise ValueError("--ckpt and --data are needed (or --resume with the --out of an earlier run)")
-    for name in ("batch_size", "grad_accum", "lr", "max_length", "depth", "save_every", "epochs"):
-        if getattr(args, name) <= 0:
+    for name in ("batch_size", "grad_accum", "lr", "max_length", "depth", "save_every", "epochs", "max_new_tokens"):
+        if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name} must be positive, not {getattr(args, name)}")
+    for name in ("held_out", "draft_vocab", "kl"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} must be 0 or more, not {getattr(args, name)}")
     if args.steps is not None and args.steps <= 0:
         raise ValueError(f"--steps must be positive, not {args.steps}")
     for path in args.distill or args.data:
@@ -241,7 +246,8 @@ def load_run(out: str) -> tuple[dict, argparse.Namespace]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; there is no run to resume in {out}")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    return state, argparse.Namespace(**state["settings"] | {"out": out, "resume": True})
+    settings = state["settings"]
+    return state, argparse.Namespace(**settings | {"out": out, "resume": True, "dtype": settings["dtype_used"]})
 
 
 def main() -> None:

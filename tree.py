@@ -1,25 +1,21 @@
-"""The token tree: which candidates are drafted in a round. Its shape is fixed before decoding (SpecInfer, arXiv 2305.09781).
+"""The token tree: which candidates a round drafts. Its shape is fixed before decoding (SpecInfer, arXiv 2305.09781).
 
-A tree is given by index paths, as in Medusa and EAGLE: (0, 1) is the second choice after the first choice. Node 0 is the root,
-the token that the target has just supplied. `Tree` is pure topology; `Plan` holds its tensors for one call.
+A tree is given by index paths, as in Medusa and EAGLE: (0, 1) is the second choice after the first choice. Node 0 is
+the root, the token that the target has just supplied. `Tree` is pure topology; `Plan` holds its tensors for one call.
 
 N drafted nodes, n cached positions, M nodes of one depth, R of the depth above, E nodes that were expanded before.
 """
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from model import additive_mask
 
 
-def chain(depth: int) -> list[tuple[int, ...]]:
-    return [(0,) * d for d in range(1, depth + 1)]
-
-
 def from_widths(widths: list[int]) -> list[tuple[int, ...]]:
-    """Nodes per depth -> index paths. A depth's nodes go to the (parent, rank) pairs of the best score prod 1 / (1 + rank)^2:
+    """Nodes per depth -> index paths. They go to the (parent, rank) pairs of the best score prod 1 / (1 + rank)^2:
     a rule on ranks alone, since a tree that looked at drawn values would not be lossless."""
     level, paths = [((), 1.0)], []
     for width in widths:
@@ -34,10 +30,12 @@ class Level:
     """The nodes of one depth that have children, as the draft's step needs them."""
     nodes: list[int]
     offsets: torch.Tensor       # [R + M] positions behind n: those of the level above, then their own
-    mask: torch.Tensor          # [M, E + M] bool: which of the E nodes expanded before, and of their own, each may see
+    mask: torch.Tensor          # [M, E + M] bool: which of the nodes expanded before, and of their own, each may see
+    fan: int                    # most children of one node
     first: int                  # the children are the nodes first, first + 1, ...
     parent: torch.Tensor        # [children] row of each child's parent in `nodes`
-    rank: torch.Tensor          # [children]
+    rank: torch.Tensor          # [children] its place among its siblings
+    grow: torch.Tensor          # rows of the children that have children themselves: the next level
 
 
 class Tree:
@@ -63,13 +61,15 @@ class Tree:
         self.levels = [self._level(depth) for depth in range(self.depth)]
 
     def _level(self, depth: int) -> Level:
-        inner = [i for i, kids in enumerate(self.children) if kids and len(self.paths[i]) <= depth]
-        nodes = [i for i in inner if len(self.paths[i]) == depth]
-        above = sum(len(self.paths[i]) == depth - 1 for i in inner)
-        kids = [c for i in nodes for c in self.children[i]]
-        return Level(nodes, torch.tensor([depth - 1] * above + [depth] * len(nodes)), self.mask[nodes][:, inner], min(kids),
-                     torch.tensor([nodes.index(self.parent[c]) for c in sorted(kids)]),
-                     torch.tensor([self.paths[c][-1] for c in sorted(kids)]))
+        inner = [node for node, kids in enumerate(self.children) if kids and len(self.paths[node]) <= depth]
+        nodes = [node for node in inner if len(self.paths[node]) == depth]
+        above = sum(len(self.paths[node]) == depth - 1 for node in inner)
+        kids = sorted(child for node in nodes for child in self.children[node])
+        return Level(nodes, torch.tensor([depth - 1] * above + [depth] * len(nodes)), self.mask[nodes][:, inner],
+                     max(len(self.children[node]) for node in nodes), kids[0],
+                     torch.tensor([nodes.index(self.parent[kid]) for kid in kids]),
+                     torch.tensor([self.paths[kid][-1] for kid in kids]),
+                     torch.tensor([row for row, kid in enumerate(kids) if self.children[kid]], dtype=torch.long))
 
     def cut(self, depth: int) -> "Tree":
         """The same tree without the nodes below `depth`."""
@@ -78,38 +78,39 @@ class Tree:
     @classmethod
     def parse(cls, spec) -> "Tree":
         """A Tree, "chain:K", widths [4, 8, 8] or "4,8,8", index paths [(0,), (1,), (0, 0)] or the same as JSON."""
+        if isinstance(spec, Tree):
+            return spec
+        shown = spec
         try:
-            if isinstance(spec, Tree):
-                return spec
             if isinstance(spec, str) and spec.startswith("chain:"):
-                return cls(chain(int(spec[6:])))
-            if isinstance(spec, str):
+                spec = [1] * int(spec[6:])
+            elif isinstance(spec, str):
                 spec = json.loads(spec if spec.startswith("[[") else f"[{spec}]")
-            spec = list(spec)
-            if spec and all(isinstance(item, int) and item > 0 for item in spec):
-                return cls(from_widths(spec))
-            if spec and all(len(path) > 0 and all(isinstance(r, int) and r >= 0 for r in path) for path in spec):
-                return cls(spec)
-        except (TypeError, json.JSONDecodeError):
-            pass
-        except ValueError as error:
-            if "path" in str(error):
-                raise
-        raise ValueError(f"tree {spec!r} is not understood; give chain:K, widths such as 4,8,8, or index paths [[0],[1],[0,0]]")
+            widths = all(isinstance(item, int) for item in spec)
+            paths = from_widths(spec) if widths else [tuple(path) for path in spec]
+            usable = paths and all(path and min(path) >= 0 and all(isinstance(r, int) for r in path) for path in paths)
+            usable = usable and not (widths and min(spec) < 1)
+        except (TypeError, ValueError):
+            usable = False
+        if not usable:
+            raise ValueError(f"tree {shown!r} is not understood; give chain:K, widths such as 4,8,8, or index paths "
+                             "such as [[0],[1],[0,0]]")
+        return cls(paths)
 
 
 class Plan:
-    """A tree's tensors for one call: on the model's device, with its masks widened for any number n of cached positions."""
+    """A tree's tensors for one call: on the model's device, its masks widened for any number n of cached positions."""
 
     def __init__(self, tree: Tree, rows: int, like: torch.Tensor):
         self.tree, self.rows, self.like = tree, rows, like
-        self.depths = tree.depths.to(like.device)
-        self.mask = self._widen(tree.mask)
-        self.levels = [(level, level.offsets.to(like.device), self._widen(level.mask), level.parent.to(like.device),
-                        level.rank.to(like.device)) for level in tree.levels]
+        self.depths, self.mask, self.levels = tree.depths.to(like.device), self._widen(tree.mask), []
+        for level in tree.levels:
+            tensors = {k: v.to(like.device) for k, v in vars(level).items() if isinstance(v, torch.Tensor)}
+            level = replace(level, **tensors)
+            self.levels.append((level, level.offsets, self._widen(level.mask), level.parent, level.rank))
 
     def _widen(self, allowed: torch.Tensor) -> Callable[[int], torch.Tensor | None]:
-        """allowed [M, C] -> a function of n that gives the additive mask [M, n + C], a slice: a round builds nothing."""
+        """allowed [M, C] -> a function of n that gives the additive mask [M, n + C]: a slice, built once."""
         if allowed.all():
             return lambda n: None
         prefix = torch.ones(len(allowed), self.rows, dtype=torch.bool)

@@ -1,0 +1,486 @@
+"""train.py: what the loss is taken on, one optimiser step, resuming after any interruption, wrong use."""
+import gzip
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import STORY, random_ids, tiny_draft, tiny_llama
+from safetensors import safe_open
+
+import common
+import train
+from data import collate
+from distill import answer_batch
+from draft import Chimera
+from train import Meter, batch_loss, learning_rate
+
+ROOT = Path(train.__file__).parent
+
+
+def arguments(**changes):
+    """train.py's own defaults, changed."""
+    sys.argv = ["train.py", "--out", "out", "--steps", "20"]
+    args = train.parse_args()
+    vars(args).update(changes)
+    return args
+
+
+@pytest.fixture(autouse=True)
+def _keep_argv(monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+def cli(*argv) -> int:
+    """The command in this process -> its exit status."""
+    sys.argv = ["train.py", *map(str, argv)]
+    try:
+        common.run(train.main)
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+def random_batch(lengths=(9, 6, 4), vocab: int = 40, seed: int = 0):
+    """Texts of random ids with about two thirds answer tokens -> tokens [B, T], labelled [B, T]."""
+    answer = torch.rand(len(lengths), max(lengths), generator=torch.Generator().manual_seed(seed)) < 0.67
+    return collate([(torch.tensor(random_ids(n, vocab, seed + i)), answer[i, :n]) for i, n in enumerate(lengths)])
+
+
+def trainable_draft(model, **overrides) -> Chimera:
+    return tiny_draft(model, **overrides).requires_grad_(True)
+
+
+def gradients(draft) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in draft.named_parameters()}
+
+
+def weights(draft) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in draft.named_parameters()}
+
+
+def assert_same(ours: dict, theirs: dict, **tolerance):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+def test_step_k_at_i_learns_token_i_plus_k_plus_1(monkeypatch):
+    learnt, position_loss = [], train.position_loss
+
+    def record(logq, p, label, *rest):
+        learnt.append(label.tolist())
+        return position_loss(logq, p, label, *rest)
+
+    monkeypatch.setattr(train, "position_loss", record)
+    model = tiny_llama()
+    tokens, labelled = collate([(torch.arange(6), torch.ones(6, dtype=torch.bool))])
+    batch_loss(tiny_draft(model), model, tokens, labelled, Meter(3), 1.0)
+    assert learnt == [[2, 3, 4, 5], [3, 4, 5], [4, 5]]      # the target itself supplies token 1
+
+
+def test_only_answer_tokens_are_learnt():
+    model, meter = tiny_llama(), Meter(3)
+    answer = torch.tensor([False, False, False, True, True, False, False])
+    tokens, labelled = collate([(torch.arange(7), answer)])
+    batch_loss(tiny_draft(model), model, tokens, labelled, meter, 1.0)
+    assert meter.count.tolist() == [2, 2, 1]                # tokens 3 and 4; step 3 starts with token 4
+
+
+def slow_loss(draft, model, tokens, labelled, kl: float) -> torch.Tensor:
+    """batch_loss as it is defined: one position after the other."""
+    hidden, logits, total = model.hidden_states(tokens), model(tokens), 0.0
+    ids = torch.arange(logits.shape[-1]) if draft.vocab_ids is None else draft.vocab_ids
+    for k, state in enumerate(draft(tokens, hidden), 1):
+        logq = draft.head_logits(k - 1, state).log_softmax(-1)                  # [B, T - k, W]
+        for b in range(len(tokens)):
+            for i in range(tokens.shape[1] - k - 1):
+                if labelled[b, i + k]:
+                    p = logits[b, i + k, ids].softmax(-1)
+                    place = (ids == tokens[b, i + k + 1]).nonzero().flatten()   # empty: outside the draft's vocabulary
+                    total = total - logq[b, i, place].sum() + kl * F.kl_div(logq[b, i], p, reduction="sum")
+    return total
+
+
+@pytest.mark.parametrize("chunk", [3, 1024])
+@pytest.mark.parametrize("kl", [0.0, 0.7])
+@pytest.mark.parametrize("shape", [{}, {"draft_vocab": 15}, {"heads": "full"}, {"heads": "full", "draft_vocab": 15}],
+                         ids=["light", "light-vocab", "full", "full-vocab"])
+def test_loss_and_gradients_equal_the_slow_definition(monkeypatch, shape, kl, chunk):
+    monkeypatch.setattr(train, "CHUNK", chunk)
+    model = tiny_llama()
+    draft, (tokens, labelled) = trainable_draft(model, **shape), random_batch()
+    slow = slow_loss(draft, model, tokens, labelled, kl)
+    (0.25 * slow).backward()
+    expected = gradients(draft)
+    draft.zero_grad()
+    loss = batch_loss(draft, model, tokens, labelled, Meter(3), kl, 0.25)
+    assert loss == pytest.approx(slow.item(), rel=1e-5)
+    assert_same(gradients(draft), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_measuring_makes_no_gradient():
+    model = tiny_llama()
+    draft, (tokens, labelled) = trainable_draft(model), random_batch()
+    batch_loss(draft, model, tokens, labelled, Meter(3), 1.0)
+    assert all(p.grad is None for p in draft.parameters())
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 6])
+def test_texts_shorter_than_the_depth_are_learnt_as_far_as_they_go(length):
+    model, meter = tiny_llama(), Meter(5)
+    draft = trainable_draft(model, depth=5)
+    tokens, labelled = collate([(torch.arange(length), torch.ones(length, dtype=torch.bool))])
+    assert math.isfinite(batch_loss(draft, model, tokens, labelled, meter, 1.0, 1.0))
+    assert meter.count.tolist() == [max(0, length - 1 - k) for k in range(1, 6)]
+
+
+# -- the meter --------------------------------------------------------------------------------------------------------
+
+def test_meter_counts_prefixes_from_where_they_were_drafted():
+    yes = lambda *rows: torch.tensor(rows, dtype=torch.bool)[:, None]                               # noqa: E731
+    seen = yes([1, 1, 1, 1], [1, 1, 1, 0], [0, 1, 0, 0])    # [K, B = 1, T]
+    top1 = yes([1, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 0])
+    meter = Meter(3)
+    meter.add(torch.tensor([4.0, 3.0, 1.0]), seen, top1, seen)
+    assert meter.agreement(meter.top1) == pytest.approx([3 / 4, 2 / 3, 1 / 1])
+    assert meter.agreement(meter.top5) == [1, 1, 1]
+    assert meter.prefix.tolist() == [3, 1, 0] and meter.whole.tolist() == [4, 3, 1]
+    assert meter.tau() == pytest.approx(1 + 3 / 4 + 1 / 3 + 0 / 1)
+    meter.add(torch.tensor([4.0, 3.0, 1.0]), seen, top1, seen)
+    assert meter.tau() == pytest.approx(1 + 3 / 4 + 1 / 3) and meter.loss.tolist() == [8, 6, 2]
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 15])
+def test_meter_agrees_with_a_count_by_hand(draft_vocab):
+    model, meter = tiny_llama(), Meter(3)
+    draft, (tokens, labelled) = tiny_draft(model, draft_vocab=draft_vocab), random_batch()
+    batch_loss(draft, model, tokens, labelled, meter, 1.0)
+    best = model(tokens).argmax(-1)                         # an argmax outside the draft's vocabulary counts as missed
+    ids = torch.arange(40) if not draft_vocab else draft.vocab_ids
+    for k, state in enumerate(draft(tokens, model.hidden_states(tokens)), 1):
+        guesses = ids[draft.head_logits(k - 1, state).topk(5).indices]          # [B, T - k, 5]
+        right = (guesses == best[:, k:, None]) & labelled[:, k:, None]
+        assert meter.count[k - 1] == labelled[:, k:].sum()
+        assert meter.top1[k - 1] == right[..., 0].sum() and meter.top5[k - 1] == right.sum()
+
+
+# -- one optimiser step -----------------------------------------------------------------------------------------------
+
+def optimise(draft, model, batches, args, step: int = 0, optimizer=None) -> int:
+    optimizer = optimizer or torch.optim.AdamW(draft.parameters(), weight_decay=0.0)
+    return train.optimise(draft, model, iter(batches), optimizer, args, step, Meter(draft.config.depth), nullcontext)
+
+
+def test_micro_batches_add_up_to_the_big_batch():
+    model, lengths = tiny_llama(), (12, 9, 5, 4)
+    samples = [(torch.tensor(random_ids(n, seed=n)), torch.arange(n) >= n // 2) for n in lengths]
+    results = []
+    for batches in ([collate(samples)], [collate(samples[:1]), collate(samples[1:])]):
+        draft = trainable_draft(model)
+        used = optimise(draft, model, batches, arguments(grad_accum=len(batches)))
+        results.append((used, gradients(draft)))
+    assert results[0][0] == results[1][0] == sum(n - n // 2 for n in lengths)
+    assert_same(results[0][1], results[1][1], rtol=0, atol=1e-6)
+
+
+def test_a_batch_without_labels_changes_nothing():
+    model = tiny_llama()
+    draft, before = trainable_draft(model), weights(trainable_draft(model))
+    tokens, labelled = collate([(torch.arange(6), torch.zeros(6, dtype=torch.bool))])
+    assert batch_loss(draft, model, tokens, labelled, Meter(3), 1.0, 1.0) == 0
+    assert optimise(draft, model, [(tokens, labelled)], arguments()) == 0
+    assert_same(weights(draft), before, rtol=0, atol=0)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step():
+    model = tiny_llama()
+    draft, before = trainable_draft(model), weights(trainable_draft(model))
+    optimise(draft, model, [random_batch()], arguments(kl=math.nan))
+    assert_same(weights(draft), before, rtol=0, atol=0)
+    optimise(draft, model, [random_batch()], arguments())   # and the next one works
+    assert all(torch.isfinite(p).all() for p in draft.parameters())
+    assert any((p != before[name]).any() for name, p in draft.named_parameters())
+
+
+def test_learning_rate_warms_up_and_never_falls_below_its_floor():
+    rates = [learning_rate(step, 2000, 1e-3) for step in range(2500)]
+    assert rates[:20] == pytest.approx([1e-3 * (i + 1) / 20 for i in range(20)])            # 1% of 2000
+    assert max(rates) == pytest.approx(1e-3)
+    assert all(a >= b for a, b in zip(rates[20:], rates[21:], strict=False))
+    assert min(rates[20:]) == pytest.approx(1e-4) == rates[-1]
+    assert [learning_rate(i, 5, 1.0) for i in range(3)] == pytest.approx([0.1, 0.2, 0.3])   # at least 10 steps
+
+
+def test_learning_rate_follows_optimiser_steps():
+    model, args = tiny_llama(), arguments(grad_accum=4)
+    draft = trainable_draft(model)
+    optimizer = torch.optim.AdamW(draft.parameters())
+    for step in range(12):
+        optimise(draft, model, [random_batch()] * 4, args, step, optimizer)
+        assert optimizer.param_groups[0]["lr"] == learning_rate(step, 20, args.lr)
+
+
+def digest(model) -> str:
+    state = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        state.update(tensor.view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_target_stays_as_it_is(dtype, tied):
+    model = tiny_llama(tie_word_embeddings=tied).to(dtype)
+    before, samples = digest(model), [(torch.tensor(random_ids(12)), torch.ones(12, dtype=torch.bool))]
+    draft = train.new_draft(arguments(draft_vocab=12), model, samples)
+    start, optimizer = weights(draft), torch.optim.AdamW(draft.parameters(), lr=1e-2)
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32)        # noqa: E731
+    for step in range(3):
+        train.optimise(draft, model, iter([random_batch()]), optimizer, arguments(), step, Meter(5), autocast)
+    assert any((p != start[name]).any() for name, p in draft.named_parameters())
+    assert digest(model) == before
+    assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+    assert all(p.dtype == torch.float32 for p in draft.parameters())            # master weights
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    learnt = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(learnt) == len(list(draft.parameters()))
+    assert not storages & {p.untyped_storage().data_ptr() for p in learnt}
+
+
+def test_a_draft_learns_a_deterministic_target():
+    model = tiny_llama()
+    prompts = [random_ids(3, seed=seed) for seed in range(16)]
+    written = answer_batch(model, prompts, [0.0] * 16, 24, set(), torch.Generator())
+    samples = [(torch.tensor(p + w), torch.arange(27) >= 3) for p, w in zip(prompts, written, strict=True)]
+    args = arguments(depth=3, steps=150, batch_size=16, lr=5e-3)
+    draft = train.new_draft(args, model, samples)
+    optimizer = torch.optim.AdamW(draft.parameters(), weight_decay=0.0)
+    batches = train.batches_from(samples, args, 0)
+    for step in range(args.steps):
+        train.optimise(draft, model, batches, optimizer, args, step, Meter(3), nullcontext)
+    meter = train.evaluate(draft, model, samples, 16, 1.0, nullcontext)
+    assert min(meter.agreement(meter.top1)) > 0.9 and meter.tau() > 3.7
+
+
+# -- runs, interrupted and resumed ------------------------------------------------------------------------------------
+
+@pytest.fixture
+def stories(tmp_path) -> Path:
+    """18 short texts of different length."""
+    words = STORY.split()
+    texts = [" ".join(words[start:start + 4 + start % 5]) for start in range(0, 90, 5)]
+    path = tmp_path / "stories.txt"
+    path.write_text("<|endoftext|>".join(texts))
+    return path
+
+
+@pytest.fixture
+def tiny_run(toy_checkpoint, stories) -> list:
+    """The options of a run of 9 steps, over three times its data."""
+    return ["--ckpt", toy_checkpoint, "--data", stories, "--steps", 9, "--batch_size", 3, "--depth", 2, "--held_out", 4,
+            "--save_every", 2, "--dtype", "float32", "--device", "cpu", "--max_length", 40]
+
+
+def final(out: Path) -> tuple[bytes, dict, dict]:
+    """The exported files and the training state, for comparison."""
+    state = torch.load(out / "state.pt", weights_only=True)
+    flat = {f"draft.{name}": tensor for name, tensor in state["draft"].items()}
+    for index, entry in state["optimizer"]["state"].items():
+        flat |= {f"{index}.{key}": value for key, value in entry.items()}
+    return (out / "model.safetensors").read_bytes(), json.loads((out / "config.json").read_text()), flat
+
+
+def assert_same_run(out: Path, other: Path):
+    (ours, our_config, our_state), (theirs, their_config, their_state) = final(out), final(other)
+    assert ours == theirs and our_config == their_config
+    assert_same(our_state, their_state, rtol=0, atol=0)
+
+
+def fail_at(monkeypatch, owner, name: str, call: int):
+    """Stops the process, as far as a test can, at the given call of a function (0: the first)."""
+    real, calls = getattr(owner, name), []
+
+    def failing(*args, **kwargs):
+        calls.append(name)
+        if len(calls) > call:
+            raise OSError("power cut")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("options", [[], ["--heads", "full", "--draft_vocab", 50, "--grad_accum", 2]],
+                         ids=["light", "full"])
+def test_a_resumed_run_equals_the_straight_one(tmp_path, tiny_run, monkeypatch, options):
+    assert cli(*tiny_run, *options, "--out", tmp_path / "straight") == 0
+    for stop_at in (5, 2):                                  # optimiser steps until the next interruption
+        with monkeypatch.context() as patch:
+            fail_at(patch, train, "optimise", stop_at)
+            start = [*tiny_run, *options] if stop_at == 5 else ["--resume"]
+            assert cli(*start, "--out", tmp_path / "broken") == 1
+    assert torch.load(tmp_path / "broken/state.pt")["step"] == 6
+    assert cli("--resume", "--out", tmp_path / "broken") == 0
+    assert_same_run(tmp_path / "broken", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("call", [1, 4], ids=["middle", "last"])
+@pytest.mark.parametrize("owner, name", [(train, "save_atomically"), (Chimera, "save_pretrained")])
+def test_an_interrupted_save_loses_nothing(tmp_path, tiny_run, monkeypatch, owner, name, call):
+    assert cli(*tiny_run, "--out", tmp_path / "straight") == 0
+    with monkeypatch.context() as patch:
+        fail_at(patch, owner, name, call)
+        assert cli(*tiny_run, "--out", tmp_path / "broken") == 1
+    assert cli("--resume", "--out", tmp_path / "broken") == 0
+    assert_same_run(tmp_path / "broken", tmp_path / "straight")
+
+
+def test_killed_runs_resume_bit_for_bit(tmp_path, tiny_run):
+    """kill -9 at three random moments, mostly in or near a save."""
+    options = [*map(str, tiny_run), "--steps", "60", "--save_every", "1"]
+    out, env, rng = tmp_path / "killed", os.environ | {"OMP_NUM_THREADS": "1"}, random.Random(0)
+    for attempt in range(3):
+        start = ["--resume"] if attempt else options
+        before, written = step_of(out), time_of(out)
+        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *start, "--out", str(out)], env=env,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.time() + 60
+        while time_of(out) == written and process.poll() is None and time.time() < deadline:
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.1)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL and step_of(out) > before      # it was at work
+    assert cli("--resume", "--out", out) == 0
+    assert cli(*options, "--out", tmp_path / "straight") == 0
+    assert_same_run(out, tmp_path / "straight")
+
+
+def step_of(out: Path) -> int:
+    """Steps in the newest checkpoint; there never is a broken one."""
+    return torch.load(out / "state.pt", weights_only=True)["step"] if time_of(out) else 0
+
+
+def time_of(out: Path) -> int:
+    return (out / "state.pt").stat().st_mtime_ns if (out / "state.pt").exists() else 0
+
+
+def test_resume_keeps_the_dtype_of_the_run(tmp_path, tiny_run, monkeypatch):
+    def fastest(dtype):
+        monkeypatch.setattr(common, "product_seconds", lambda candidate, width: float(candidate != dtype))
+
+    fastest(torch.bfloat16)
+    with monkeypatch.context() as patch:
+        fail_at(patch, train, "optimise", 5)
+        assert cli(*tiny_run, "--dtype", "auto", "--out", tmp_path / "run") == 1
+    fastest(torch.float32)                                  # auto would choose otherwise today
+    assert cli("--resume", "--out", tmp_path / "run") == 0
+    assert torch.load(tmp_path / "run/state.pt")["settings"]["dtype_used"] == "bfloat16"
+
+
+def test_a_finished_run_says_so(tmp_path, tiny_run, capsys):
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    capsys.readouterr()
+    assert cli("--resume", "--out", tmp_path / "run") == 0
+    assert "is finished (9 steps)" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_steps_are_optimiser_steps(tmp_path, tiny_run):
+    assert cli(*tiny_run, "--grad_accum", 8, "--out", tmp_path / "run") == 0
+    _, _, state = final(tmp_path / "run")
+    assert {int(value) for name, value in state.items() if name.endswith(".step")} == {9}
+
+
+def test_epochs_become_steps(tmp_path, tiny_run, capsys):
+    options = tiny_run[:4] + tiny_run[6:]                   # no --steps
+    assert cli(*options, "--epochs", 1.5, "--grad_accum", 2, "--out", tmp_path / "run") == 0
+    assert torch.load(tmp_path / "run/state.pt")["step"] == math.ceil(1.5 * 14 / 3 / 2)
+
+
+def test_the_exported_draft_holds_nothing_of_the_target(tmp_path, tiny_run, toy_checkpoint):
+    assert cli(*tiny_run, "--draft_vocab", 50, "--out", tmp_path / "run") == 0
+    with safe_open(tmp_path / "run/model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert not any("lm_head" in name or "embed" in name or "frozen" in name for name in names)
+    state = torch.load(tmp_path / "run/state.pt", weights_only=True)
+    assert names == set(state["draft"])                     # and the training state neither
+    draft = Chimera.from_pretrained(tmp_path / "run", common.Llama.from_pretrained(toy_checkpoint))
+    assert_same(dict(draft.state_dict()), state["draft"], rtol=0, atol=0)
+
+
+def test_a_run_reports_data_settings_and_agreement(tmp_path, tiny_run, capsys):
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 0
+    out = capsys.readouterr().out
+    for part in ("settings: {", "14 samples", "answer tokens", "4 held out", "step 1: top-1", "step 2", "expected tau"):
+        assert part in out
+
+
+# -- what a user can get wrong ----------------------------------------------------------------------------------------
+
+OK = ["--ckpt", "toy", "--data", "stories.txt"]
+WRONG = {
+    "no ckpt": (["--data", "stories.txt"], "--ckpt and --data are needed"),
+    "no data": (["--ckpt", "toy"], "--ckpt and --data are needed"),
+    "missing ckpt": (["--ckpt", "nowhere", "--data", "stories.txt"], "nowhere/config.json not found"),
+    "missing data": ([*OK, "no.txt"], "no.txt not found"),
+    "data is a folder": (["--ckpt", "toy", "--data", "toy"], "toy not found"),
+    "extension": (["--ckpt", "toy", "--data", "toy/tokenizer.model"], "must be .txt, .json or .jsonl"),
+    "json is no list": (["--ckpt", "toy", "--data", "toy/config.json"], "list of conversations"),
+    "gz cut off": (["--ckpt", "toy", "--data", "cut.txt.gz"], "error:"),
+    "too little data": ([*OK, "--held_out", "15"], "3 samples are left"),
+    "all held out": ([*OK, "--held_out", "99"], "one batch needs 8"),
+    "nothing fits": ([*OK, "--max_length", "2"], "0 samples are left"),
+    "steps": ([*OK, "--steps", "-1"], "--steps must be positive"),
+    "no steps": ([*OK, "--steps", "0"], "--steps must be positive"),
+    "steps no number": ([*OK, "--steps", "many"], "--steps"),
+    "batch": ([*OK, "--batch_size", "0"], "--batch_size must be positive"),
+    "depth": ([*OK, "--depth", "0"], "--depth must be positive"),
+    "lr": ([*OK, "--lr", "nan"], "--lr must be positive"),
+    "held_out": ([*OK, "--held_out", "-1"], "--held_out"),
+    "kl": ([*OK, "--kl", "-1"], "--kl"),
+    "draft_vocab": ([*OK, "--draft_vocab", "-5"], "--draft_vocab"),
+    "max_new_tokens": (["--ckpt", "toy", "--distill", "stories.txt", "--max_new_tokens", "0"], "--max_new_tokens"),
+    "chat": ([*OK, "--chat", "alpaca"], "unknown chat template"),
+    "chatml": ([*OK, "--chat", "chatml"], "needs <|im_start|>"),
+    "heads": ([*OK, "--heads", "half"], "--heads"),
+    "dtype": ([*OK, "--dtype", "int8"], "--dtype"),
+    "device": ([*OK, "--device", "abacus"], "--device"),
+    "out is a file": ([*OK, "--held_out", "4", "--out", "stories.txt"], "stories.txt"),
+    "nothing to resume": (["--resume"], "no run to resume"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use_ends_in_one_line(tmp_path, toy_checkpoint, stories, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    Path("cut.txt.gz").write_bytes(gzip.compress(STORY.encode())[:-20])
+    argv, message = WRONG[name]
+    assert cli("--out", "new", *argv) in (1, 2)
+    error = capsys.readouterr().err.strip()
+    last = error.splitlines()[-1]
+    assert "error:" in last and message in last
+    assert error == last or error.startswith("usage:")      # argparse puts its usage in front
+    assert not Path("new").exists()
+
+
+def test_a_draft_is_never_overwritten(tmp_path, tiny_run, capsys):
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 0
+    before = (tmp_path / "run/model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 1
+    assert "already holds a draft" in capsys.readouterr().err
+    assert (tmp_path / "run/model.safetensors").read_bytes() == before
