@@ -78,7 +78,7 @@ class TextStream:
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA GPU; use --device cpu")
     return torch.device(name)
 

@@ -6,6 +6,7 @@ Reads ShareGPT-form .json and .jsonl ({"conversations": [{"from": "human" | "gpt
 import gzip
 import json
 import random
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,13 @@ from model import Tokenizer
 
 def read_records(path: Path, skipped: Counter):
     """Yields a text (str) per story of a .txt, a conversation (dict) per row of a .json or .jsonl; .gz of either."""
+    try:
+        yield from _read_records(path, skipped)
+    except (EOFError, UnicodeDecodeError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged or no UTF-8 text ({error}); fetch the file again") from None
+
+
+def _read_records(path: Path, skipped: Counter):
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         if kind == ".txt":
@@ -53,7 +61,7 @@ def turns_of(row, answered: bool = True) -> list[str] | str:
 
 
 def to_sample(record, tok: Tokenizer, chat: str, skipped: Counter):
-    """-> (ids, is_answer) or None. A text is all answer; of a conversation only the assistant's turns, with their end."""
+    """-> (ids, is_answer) or None. A text is all answer; of a conversation the assistant's turns, with their ends."""
     if isinstance(record, str):
         record = {"text_ids": tok.encode(record) + sorted(tok.eos_ids)[:1]}
     if isinstance(record, dict) and "text_ids" in record:
@@ -63,12 +71,12 @@ def to_sample(record, tok: Tokenizer, chat: str, skipped: Counter):
         skipped[turns] += 1
         return None
     segments = chat_segments(tok, chat, turns[:len(turns) // 2 * 2])
-    if "answer_ids" in record:                              # exactly what the target wrote, its end included if it came to one
+    if "answer_ids" in record:                              # exactly what the target wrote, with its end if any
         segments[-1] = (record["answer_ids"], True)
     return [i for ids, _ in segments for i in ids], [answer for ids, answer in segments for _ in ids]
 
 
-def load_samples(paths: list[str], tok: Tokenizer, chat: str, max_length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def load_samples(paths: list[str], tok: Tokenizer, chat: str, max_length: int) -> list[tuple]:
     """All samples, cut to max_length, with at least one answer token; says what was skipped and why."""
     samples, skipped = [], Counter()
     for path in paths:
@@ -89,7 +97,7 @@ def load_samples(paths: list[str], tok: Tokenizer, chat: str, max_length: int) -
 
 
 def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> tokens [B, T] and labelled [B, T]: True at j if token j+1 is an answer token. Padding is on the right, unlabelled."""
+    """-> tokens [B, T], padded on the right, and labelled [B, T]: True at j if token j+1 is an answer token."""
     T = max(len(ids) for ids, _ in samples)
     tokens, labelled = torch.zeros(len(samples), T, dtype=torch.long), torch.zeros(len(samples), T, dtype=torch.bool)
     for row, (ids, answer) in enumerate(samples):
@@ -99,10 +107,11 @@ def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batch_order(samples: list, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """This epoch's batches: shuffled, then of similar length within groups of 16 batches. The same for the same arguments."""
+    """This epoch's batches: shuffled, then of similar length within groups of 16. The same for the same arguments."""
     rng = random.Random(seed * 1_000_003 + epoch)
     order = rng.sample(range(len(samples)), len(samples))
-    groups = [sorted(order[i:i + 16 * batch_size], key=lambda j: len(samples[j][0])) for i in range(0, len(order), 16 * batch_size)]
+    groups = (order[i:i + 16 * batch_size] for i in range(0, len(order), 16 * batch_size))
+    groups = [sorted(group, key=lambda j: len(samples[j][0])) for group in groups]
     batches = [g[i:i + batch_size] for g in groups for i in range(0, len(g), batch_size)]
     rng.shuffle(batches)
     return batches

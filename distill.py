@@ -1,7 +1,7 @@
 """Lets the target answer prompts itself: the data on which a draft learns best (train.py --distill).
 
-Rows are decoded in batches with the same model code: prompts are padded on the left, each row has its own positions. Half the
-rows are greedy, half at temperature 1. Answers are appended batch by batch, so a run that was stopped goes on where it was.
+Rows are decoded in batches with the same model code: prompts are padded on the left, each row has its own positions.
+Half the rows are greedy, half at temperature 1. Answers are appended batch by batch: a stopped run goes on.
 
 Shapes: B rows, P padded prompt length, T tokens so far, V vocabulary.
 """
@@ -37,14 +37,14 @@ def load_prompts(paths: list[str], tok: Tokenizer, chat: str, seed: int) -> list
 
 
 @torch.inference_mode()
-def answer_batch(model: Llama, prompts: list[list[int]], temperatures: list[float], max_new_tokens: int, eos_ids: set[int],
-                 generator: torch.Generator) -> list[list[int]]:
+def answer_batch(model: Llama, prompts: list[list[int]], temperatures: list[float], max_new_tokens: int,
+                 eos_ids: set[int], generator: torch.Generator) -> list[list[int]]:
     """Decodes B prompts together -> the new ids of each, cut behind its first eos id."""
     device, B, P = model.embed.weight.device, len(prompts), max(map(len, prompts))
     pad = torch.tensor([P - len(prompt) for prompt in prompts], device=device)                  # [B]
     tokens = torch.tensor([[0] * (P - len(prompt)) + prompt for prompt in prompts], device=device)
     columns = torch.arange(P + max_new_tokens, device=device)
-    seen = columns >= pad[:, None]                                                              # [B, P + new]: not padding
+    seen = columns >= pad[:, None]                                              # [B, P + new]: not padding
     causal = columns[None, :P, None] >= columns[None, None, :P]
     own = columns[:P, None] == columns[None, :P]            # a padding row must see something: itself
     mask = additive_mask((causal & seen[:, None, :P]) | own, model.embed.weight.dtype)[:, None]         # [B, 1, P, P]
@@ -56,7 +56,7 @@ def answer_batch(model: Llama, prompts: list[list[int]], temperatures: list[floa
     for new in range(max_new_tokens):
         logits = model.lm_head(hidden).float()                                                  # [B, V]
         noise = torch.empty(logits.shape).exponential_(generator=generator).to(device).log()
-        chosen = (logits - scale * noise).argmax(-1, keepdim=True)                              # Gumbel: a draw at temperature 1
+        chosen = (logits - scale * noise).argmax(-1, keepdim=True)              # Gumbel: a draw at temperature 1
         answers = torch.cat((answers, chosen), 1)
         done |= torch.isin(chosen[:, 0], stop)
         if done.all() or new + 1 == max_new_tokens:
@@ -80,12 +80,12 @@ def already_done(out: Path) -> set[str]:
     return {json.loads(line)["id"] for line in whole.splitlines()}
 
 
-def distill(model: Llama, tok: Tokenizer, chat: str, paths: list[str], out: str, batch_size: int, max_length: int,
-            max_new_tokens: int, seed: int) -> None:
-    """Appends one JSON row per prompt to `out`: temperature, finished, and the exact ids. Longer prompts are left out."""
-    room = min(max_length, model.config.max_position_embeddings - max_new_tokens)
-    prompts = [p for p in load_prompts(paths, tok, chat, seed) if 0 < len(p["prompt"]) <= room]
-    random.Random(seed).shuffle(prompts)
+def distill(model: Llama, tok: Tokenizer, chat: str, args) -> None:
+    """Appends one JSON row per prompt to args.out: temperature, finished, exact ids. Longer prompts are left out."""
+    paths, out, batch_size, max_new_tokens = args.distill, args.out, args.batch_size, args.max_new_tokens
+    room = min(args.max_length, model.config.max_position_embeddings - max_new_tokens)
+    prompts = [p for p in load_prompts(paths, tok, chat, args.seed) if 0 < len(p["prompt"]) <= room]
+    random.Random(args.seed).shuffle(prompts)
     done = already_done(Path(out))
     todo = [p for p in prompts if p["id"] not in done]
     print(f"{len(prompts)} prompts of at most {room} tokens, {len(done)} answered before, {len(todo)} to go -> {out}")
@@ -94,10 +94,11 @@ def distill(model: Llama, tok: Tokenizer, chat: str, paths: list[str], out: str,
         for start in range(0, len(todo), 8 * batch_size):                       # neighbours in length share a batch
             group = sorted(todo[start:start + 8 * batch_size], key=lambda p: len(p["prompt"]))
             for rows in (group[i:i + batch_size] for i in range(0, len(group), batch_size)):
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {rows[0]['id']}".encode()))
-                answers = answer_batch(model, [p["prompt"] for p in rows], [p["temperature"] for p in rows], max_new_tokens,
-                                       tok.eos_ids, generator)
-                file.writelines(json.dumps(to_row(p, ids, tok), ensure_ascii=False) + "\n" for p, ids in zip(rows, answers))
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{args.seed} {rows[0]['id']}".encode()))
+                answers = answer_batch(model, [p["prompt"] for p in rows], [p["temperature"] for p in rows],
+                                       max_new_tokens, tok.eos_ids, generator)
+                lines = (json.dumps(to_row(p, ids, tok), ensure_ascii=False) for p, ids in zip(rows, answers))
+                file.writelines(line + "\n" for line in lines)
                 file.flush()
                 total += sum(map(len, answers))
                 bar.set_postfix_str(f"{total} tokens")

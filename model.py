@@ -62,7 +62,7 @@ class LlamaConfig:
                 raise ValueError(f"{key} = {raw[key]!r} is not supported; this code computes {key} = {value!r} only")
         fields = {k: raw[k] for k in cls.__dataclass_fields__ if k in raw}
         fields["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
-        fields["rope_factor"] = rope.get("factor", 1.0) if kind == "linear" else 1.0
+        fields["rope_factor"] = rope.get("factor") if kind == "linear" else 1.0
         return cls(**fields)
 
     def to_dict(self) -> dict:

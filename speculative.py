@@ -34,7 +34,7 @@ def is_greedy(temperature: float) -> bool:
 
 
 def warp(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """logits [..., V] -> probabilities [..., V] float32: temperature, top-k, renormalise, top-p (at least one token)."""
+    """logits [..., V] -> probabilities [..., V] float32: temperature, top-k, renormalise, top-p (keeps at least 1)."""
     probs = (logits.float() / temperature).softmax(-1)
     k = min(top_k or probs.shape[-1], probs.shape[-1])
     if k == probs.shape[-1] and top_p >= 1:

@@ -118,6 +118,14 @@ def test_a_prompt_can_come_from_a_file(cli, tmp_path):
     assert from_file.code == 0 and from_file.out == cli("--prompt", "Tom saw été 👍\n").out
 
 
+def test_a_character_that_stays_incomplete_is_still_printed(cli, toy_checkpoint):
+    model = Llama.from_pretrained(toy_checkpoint)
+    model.lm_head.weight.zero_()[243] = 1                   # the likeliest token is byte 0xF0 or byte 0xF1:
+    model.lm_head.weight[244] = -1                          # each begins a character of four bytes
+    save_checkpoint(model, toy_checkpoint)
+    assert cli("--max_new_tokens", 3).out == "\ufffd" * 3 + "\n"
+
+
 def test_an_empty_prompt_starts_from_bos(cli):
     done = cli("--prompt", "")
     assert done.code == 0 and "24 tokens" in done.err
@@ -237,7 +245,7 @@ BAD_DRAFTS = {
     "config is no JSON": (lambda d: write(d / CHIMERA[0], "{") + ["--draft", d / "chimera"], "config.json"),
     "config is a list": (lambda d: write(d / CHIMERA[0], "[]") + ["--draft", d / "chimera"], "config.json"),
     "config without a target": (lambda d: config(d / "chimera", target=...) + ["--draft", d / "chimera"], "target"),
-    "other depth": (lambda d: config(d / "chimera", depth=2) + ["--draft", d / "chimera"], "does not hold the weights"),
+    "other depth": (lambda d: config(d / "chimera", depth=2) + ["--draft", d / "chimera"], "and weights differ"),
     "depth 0": (lambda d: config(d / "chimera", depth=0) + ["--draft", d / "chimera"], "depth must be at least 1"),
     "no weights": (lambda d: remove(d / CHIMERA[1]) + ["--draft", d / "chimera"], "model.safetensors not found"),
     "cut weights": (lambda d: cut(d / CHIMERA[1]) + ["--draft", d / "chimera"], "model.safetensors is damaged"),
@@ -255,7 +263,7 @@ BAD_OPTIONS = {
     "long prompt": (lambda d: ["--prompt", "the cat " * 200], "the model's context 128: no room to continue"),
     "no prompt file": (lambda d: ["--prompt", f"FILE:{d / 'no.txt'}"], "no.txt not found"),
     "prompt is a folder": (lambda d: ["--prompt", f"FILE:{d}"], "Is a directory"),
-    "prompt not UTF-8": (lambda d: write(d / "p.txt", b"caf\xe9") + ["--prompt", f"FILE:{d / 'p.txt'}"], "is not UTF-8"),
+    "prompt not UTF-8": (lambda d: write(d / "p.txt", b"\xe9") + ["--prompt", f"FILE:{d / 'p.txt'}"], "is not UTF-8"),
     "negative top_k": (lambda d: ["--top_k", -1], "top_k must be 0 (off) or more, not -1"),
     "top_p above 1": (lambda d: ["--top_p", 2], "top_p must lie between 0 and 1, not 2.0"),
     "negative temperature": (lambda d: ["--temperature", -0.5], "temperature must be 0 or more and finite, not -0.5"),
@@ -311,6 +319,14 @@ def test_ctrl_c_ends_without_a_traceback(capfd):
     with pytest.raises(SystemExit) as end:
         run(interrupted)
     assert end.value.code == 130 and capfd.readouterr().err == ""
+
+
+def test_an_error_of_several_lines_is_printed_as_one(capfd):
+    def fails():
+        raise ValueError("one\n\ttwo\nthree")
+    with pytest.raises(SystemExit):
+        run(fails)
+    assert capfd.readouterr().err == "error: one two three\n"
 
 
 def test_program_errors_keep_their_traceback():

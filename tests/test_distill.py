@@ -1,6 +1,7 @@
 """distill.py: batched answers are the target's own, token for token; a run that was stopped goes on where it was."""
 import json
 import sys
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def model():
 
 def run(model, tok, files: list, out: Path, **changes) -> list[dict]:
     options = {"batch_size": 2, "max_length": 60, "max_new_tokens": 8, "seed": 0} | changes
-    distill(model, tok, "none", [str(file) for file in files], str(out), **options)
+    distill(model, tok, "none", Namespace(distill=[str(file) for file in files], out=str(out), **options))
     return rows_of(out)
 
 
