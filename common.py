@@ -69,7 +69,9 @@ class TextStream:
         before, now = self.tok.decode(self.ids[self.start:self.done]), self.tok.decode(self.ids[self.start:])
         if now.endswith("\ufffd") and not last:             # perhaps the first bytes of a character
             return ""
-        self.start, self.done = max(self.done - 8, self.start), len(self.ids)
+        if len(now) > len(before):                          # else the window would hold no text to strip the space of
+            self.start = max(self.done - 8, self.start)
+        self.done = len(self.ids)
         return now[len(before):]
 
 

@@ -41,16 +41,19 @@ class LlamaConfig:
                 heads = self.num_attention_heads
                 setattr(self, name, heads if name == "num_key_value_heads" else self.hidden_size // heads)
         for name, value in asdict(self).items():
-            if name != "tie_word_embeddings" and not (isinstance(value, (int, float)) and value > 0):
-                raise ValueError(f"config: {name} must be a positive number, not {value!r}")
+            whole = name not in ("rms_norm_eps", "rope_theta", "rope_factor")
+            if name != "tie_word_embeddings" and not (isinstance(value, int if whole else (int, float)) and value > 0):
+                raise ValueError(f"{name} must be a positive {'integer' if whole else 'number'}, not {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"config: {self.num_attention_heads} query heads do not divide into "
+            raise ValueError(f"{self.num_attention_heads} query heads do not divide into "
                              f"{self.num_key_value_heads} key/value heads")
 
     @classmethod
     def from_dict(cls, raw: dict) -> "LlamaConfig":
         """Reads a Hugging Face config.json, old form or new; raises ValueError for what this file does not compute."""
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"rope_scaling must be an object, not {rope!r}")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if raw.get("model_type", "llama") != "llama":
             raise ValueError(f"model_type {raw['model_type']!r} is not supported, only 'llama' is")
@@ -343,6 +346,8 @@ class Tokenizer:
         raw = read_json(folder / "config.json")
         eos = raw.get("eos_token_id")
         eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        if not all(isinstance(i, int) for i in eos_ids):
+            raise ValueError(f"{folder / 'config.json'}: eos_token_id must be an id or a list of ids, not {eos!r}")
         if (folder / "tokenizer.model").is_file():
             return cls._sentencepiece(folder / "tokenizer.model", eos_ids)
         if (folder / "tokenizer.json").is_file():

@@ -46,8 +46,8 @@ class Result:
 def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None) -> Result:
     """One generation, timed; show(ids) is called with each pass as it is committed."""
     result = Result(started=time.perf_counter())
-    passes = generate(model, prompt, draft, args.tree if draft else None, args.max_new_tokens, args.temperature, args.top_k,
-                      args.top_p, eos_ids, torch.Generator().manual_seed(args.seed))
+    passes = generate(model, prompt, draft, args.tree if draft else None, args.max_new_tokens, args.temperature,
+                      args.top_k, args.top_p, eos_ids, torch.Generator().manual_seed(args.seed))
     for ids in passes:
         result.ended = time.perf_counter()
         result.first = result.first or result.ended
@@ -82,11 +82,12 @@ def compare(model: Llama, prompt: list[int], with_draft: Result, plain: Result, 
         return "\n".join([*lines, "identical: yes"])
     at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     if not is_greedy(temperature):
-        return "\n".join([*lines, f"identical: no, from token {at} on (as expected above temperature 0: same distribution, other draws)"])
+        return "\n".join([*lines, f"identical: no, from token {at} on (above temperature 0 only the distribution is)"])
     with torch.inference_mode():
         hidden = model.hidden_states(torch.tensor([prompt + a[:at]], device=model.embed.weight.device))
         best = model.lm_head(hidden[0, -1]).float().topk(2).values
-    return "\n".join([*lines, f"identical: no, from token {at} on, where the target's two best logits differ by {best[0] - best[1]:.5f}"])
+    gap = f"the target's two best logits differ by {best[0] - best[1]:.5f} there"
+    return "\n".join([*lines, f"identical: no, from token {at} on; {gap}"])
 
 
 def stop_reason(result: Result, args, eos_ids) -> str:
@@ -95,28 +96,39 @@ def stop_reason(result: Result, args, eos_ids) -> str:
     return "max_new_tokens" if len(result.ids) == args.max_new_tokens else "the context is full"
 
 
+OPTIONS = {
+    "ckpt": dict(required=True, help="folder of the target model, Hugging Face layout"),
+    "draft": dict(default="none", help="folder of its Chimera draft, or of a smaller LLaMA with the same vocabulary; "
+                  "none: plain decoding"),
+    "prompt": dict(default="Once upon a time", help="text, or FILE:path for the text of a file"),
+    "chat": dict(default="auto", help=f"chat template: {', '.join(CHATS)}; auto: the one that the tokenizer knows"),
+    "max_new_tokens": dict(type=int, default=256, help="most tokens to write"),
+    "temperature": dict(type=float, default=0.0, help="0: always the likeliest token"),
+    "top_k": dict(type=int, default=0, help="draw from the k likeliest tokens; 0: from all"),
+    "top_p": dict(type=float, default=1.0, help="draw from the likeliest tokens that together hold this probability"),
+    "seed": dict(type=int, default=0, help="of the random draws; the same seed gives the same text"),
+    "device": dict(default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one"),
+    "dtype": dict(default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                  help="auto: bfloat16 on cuda, on a CPU the faster of float32 and bfloat16"),
+    "tree": dict(help="candidates per round: chain:K, nodes per depth as 4,8,8, or index paths as JSON; "
+                 "not given: the draft's own"),
+    "compare": dict(action="store_true", help="also decode without the draft: both speeds, and if the texts are equal"),
+    "color": dict(action="store_true", help="accepted draft tokens in green"),
+}
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Decodes with a Chimera draft: faster, same distribution.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--ckpt", required=True, help="folder of the target model, Hugging Face layout")
-    parser.add_argument("--draft", default="none", help="folder of its Chimera draft, or of a smaller LLaMA with the same vocabulary; none: plain decoding")
-    parser.add_argument("--prompt", default="Once upon a time", help="text, or FILE:path for the text of a file")
-    parser.add_argument("--chat", default="auto", help=f"chat template ({', '.join(CHATS)}); auto: what the tokenizer knows")
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="most tokens to write")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
-    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens that hold this much probability")
-    parser.add_argument("--seed", type=int, default=0, help="of the random draws; the same seed gives the same text")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: bfloat16 on cuda, on a CPU the faster of float32 and bfloat16")
-    parser.add_argument("--tree", help="candidates per round: chain:K, nodes per depth as 4,8,8, or index paths as JSON (default: the draft's own)")
-    parser.add_argument("--compare", action="store_true", help="also decode without the draft: both speeds, and whether the texts are identical")
-    parser.add_argument("--color", action="store_true", help="accepted draft tokens in green")
+    for name, keywords in OPTIONS.items():
+        parser.add_argument(f"--{name}", **keywords)
     return parser.parse_args()
 
 
 def read_prompt(text: str) -> str:
     if not text.startswith("FILE:"):
+        if not text.isprintable() and any(0xD800 <= ord(c) < 0xE000 for c in text):
+            raise ValueError("--prompt is not UTF-8 text")          # bytes that the shell passed through
         return text
     try:
         return Path(text[5:]).read_text("utf-8")
@@ -138,23 +150,28 @@ def main() -> None:
     text, device = read_prompt(args.prompt), choose_device(args.device)
     model, tok = load_target(args.ckpt, device, args.dtype)
     draft = None if args.draft == "none" else load_draft(args.draft, model)
-    if (args.compare or args.tree) and draft is None:
+    if draft is None and (args.compare or args.tree):
         raise ValueError("--compare and --tree need a --draft")
     chat = choose_chat(args.chat, tok)
     prompt = chat_prompt(tok, chat, [text])
     tree = Tree.parse(args.tree or default_tree(draft, args.temperature)) if draft else None
-    print(f"{args.ckpt} | {device.type} {str(model.embed.weight.dtype)[6:]} | chat {chat} | temperature {args.temperature} | "
-          + (f"draft {args.draft}, {tree.size} nodes, depth {tree.depth}" if draft else "no draft"), file=sys.stderr)
-    stream = TextStream(tok, prompt)
+    used = f"draft {args.draft}, {tree.size} nodes, depth {tree.depth}" if draft else "no draft"
+    say(f"{args.ckpt} | {device.type} {str(model.embed.weight.dtype)[6:]} | chat {chat} | temperature "
+        f"{args.temperature} | {used}")
     if args.compare:                                        # both sides warm before either is timed
         short = argparse.Namespace(**vars(args) | {"max_new_tokens": min(8, args.max_new_tokens)})
         decode(model, prompt, draft, short, tok.eos_ids), decode(model, prompt, None, short, tok.eos_ids)
+    stream = TextStream(tok, prompt)
     result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color))
     print(stream.push([], last=True), flush=True)
-    print(f"stopped: {stop_reason(result, args, tok.eos_ids)}\n{describe('with the draft' if draft else 'plain', result)}", file=sys.stderr)
+    say(f"stopped: {stop_reason(result, args, tok.eos_ids)}")
+    say(describe("with the draft" if draft else "plain", result))
     if args.compare:
-        plain = decode(model, prompt, None, args, tok.eos_ids)
-        print(compare(model, prompt, result, plain, args.temperature), file=sys.stderr)
+        say(compare(model, prompt, result, decode(model, prompt, None, args, tok.eos_ids), args.temperature))
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

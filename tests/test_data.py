@@ -43,7 +43,7 @@ def answers(sample) -> list[list[int]]:
     return runs
 
 
-# -- labels -----------------------------------------------------------------------------------------------------------
+# -- labels ------------------------------------------------------------------------------------------------------------
 
 TURNS = ["How many?", "One, two.", "And then?", "Three: the end.", "Go on", " four "]
 
@@ -95,7 +95,7 @@ def test_text_ids_are_used_exactly(tmp_path, byte_tok):
     assert ids.tolist() == [9, 8, 7, 6] and answer.all()
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("zipped", ["", ".gz"])
 @pytest.mark.parametrize("kind", [".json", ".jsonl"])
@@ -133,7 +133,7 @@ def test_an_unknown_extension_names_the_known_ones(tmp_path, byte_tok, name):
         load_samples([str(tmp_path / name)], byte_tok, "none", 9)
 
 
-# -- rows that cannot be used -----------------------------------------------------------------------------------------
+# -- rows that cannot be used ------------------------------------------------------------------------------------------
 
 ALTERNATE, NO_TURNS, ROLE, EMPTY = ("turns do not alternate, user first", "no list of turns with text", "unknown role",
                                     "empty or unanswered")
@@ -182,7 +182,7 @@ def test_a_json_file_that_is_no_list_is_a_value_error(tmp_path, byte_tok, text):
         load_samples([str(tmp_path / "a.json")], byte_tok, "none", 9)
 
 
-# -- truncation -------------------------------------------------------------------------------------------------------
+# -- truncation --------------------------------------------------------------------------------------------------------
 
 def test_truncation_keeps_the_earlier_turns(tmp_path, byte_tok, capsys):
     first = talk("ask", "answer")
@@ -203,7 +203,7 @@ def test_a_row_cut_before_its_answer_is_skipped_and_counted(tmp_path, byte_tok, 
     assert "2 rows: no answer token within --max_length" in capsys.readouterr().out
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 def toy_samples(lengths: list[int]) -> list:
     return [(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in lengths]

@@ -28,7 +28,7 @@ def answer(model, prompts: list, temperature: float, count: int = 20, eos=(), se
     return answer_batch(model, prompts, [temperature] * len(prompts), count, set(eos), generator)
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("heads", [{}, {"num_key_value_heads": 4}], ids=["grouped", "ungrouped"])
 def test_ragged_batches_equal_plain_greedy_decoding(heads):
@@ -88,7 +88,7 @@ def test_draws_depend_on_the_seed_only():
     assert answer(model, PROMPTS, 1.0, seed=7) != answer(model, PROMPTS, 1.0, seed=8)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def prompts_file(tmp_path) -> Path:
@@ -173,7 +173,7 @@ def test_prompts_that_do_not_fit_are_left_out(tmp_path, model, toy_tokenizer, pr
     assert len(rows) == sum(n <= middle for n in lengths)   # the context of 128 limits them too
 
 
-# -- stopped and continued --------------------------------------------------------------------------------------------
+# -- stopped and continued ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kept, cut", [(0, 0), (0, 9), (3, 0), (3, 1), (3, 40), (6, -1), (7, 0)])
 def test_a_stopped_run_goes_on_without_loss_or_duplicate(tmp_path, model, toy_tokenizer, prompts_file, kept, cut):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from exact import assert_same, distribution
-from helpers import near_copy, tiny_llama
+from helpers import near_copy, random_ids, tiny_llama
 
 from draft import Chimera, ChimeraConfig
 from model import Llama
@@ -40,16 +40,20 @@ DRAFTS = {"untrained": Chimera(ChimeraConfig(depth=5), MODEL), "noisy": noisy(MO
           "perfect": MODEL, "hostile": hostile(MODEL), "smaller": tiny_llama(num_hidden_layers=1)}
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def text(*args, **kwargs) -> list[int]:
     return [i for ids in generate(*args, **kwargs) for i in ids]
 
 
 def prompts(count: int) -> list[list[int]]:
-    g = torch.Generator().manual_seed(7)
+    g = seeded(7)
     return [torch.randint(MODEL.config.vocab_size, (1 + n % 9,), generator=g).tolist() for n in range(count)]
 
 
-# -- greedy: token for token -----------------------------------------------------------------------------------------------
+# -- greedy: token for token -------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
@@ -85,7 +89,7 @@ def test_plain_decoding_is_the_argmax_of_the_full_forward():
 @pytest.mark.parametrize("draft", [DRAFTS["noisy"], near_copy(MODEL)], ids=["chimera", "near copy"])
 def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(draft, temperature):
     cache, seen = Cache(), set()
-    for ids in generate(MODEL, [10], draft, "2,3,2", 60, temperature, generator=torch.Generator().manual_seed(0), cache=cache):
+    for ids in generate(MODEL, [10], draft, "2,3,2", 60, temperature, generator=seeded(0), cache=cache):
         seen.add(len(ids))
         n = cache.kv.length
         assert n == len(cache.tokens) - 1 == cache.drafter.length
@@ -97,7 +101,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(draft, temperatu
     assert isinstance(draft, Chimera) or seen == {1, 2, 3, 4}           # rounds with none, some and all accepted
 
 
-# -- above temperature 0: every outcome of the whole loop -------------------------------------------------------------------
+# -- above temperature 0: every outcome of the whole loop --------------------------------------------------------------
 
 def exact(model: Llama, prompt: list[int], length: int, eos: set, p_of) -> dict[tuple, float]:
     """Text -> probability under the target alone."""
@@ -111,11 +115,14 @@ def exact(model: Llama, prompt: list[int], length: int, eos: set, p_of) -> dict[
     return total
 
 
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_attention_heads": 2,
+         "num_key_value_heads": 1}
 CASES = {
     "chain": (3, "chain:2", {}, {}, set()), "two children": (3, "2", {}, {}, set()),
     "tree": (2, "[[0],[1],[0,0],[1,0]]", {}, {}, set()), "deep": (2, "chain:3", {}, {}, set()),
     "top-k": (4, "2,1", {"top_k": 2}, {}, set()), "top-p": (3, "2,2", {"top_p": 0.7}, {}, set()),
-    "cold": (3, "2,1", {"temperature": 0.4}, {}, set()), "draft vocabulary": (4, "2,1", {}, {"half_vocabulary": True}, set()),
+    "cold": (3, "2,1", {"temperature": 0.4}, {}, set()),
+    "draft vocabulary": (4, "2,1", {}, {"half_vocabulary": True}, set()),
     "eos": (3, "2,1", {}, {}, {1}), "full heads": (3, "2,1", {}, {"heads": "full"}, set()),
     "small llama": (3, "2,1", {}, None, set()), "perfect": (3, "2,1", {}, "self", set()),
 }
@@ -125,10 +132,11 @@ CASES = {
 def test_all_outcomes_of_the_loop_together_are_the_targets_distribution(case):
     V, spec, warping, config, eos = case
     warping = {"temperature": 1.0} | warping
-    small = {"vocab_size": V, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_attention_heads": 2,
-             "num_key_value_heads": 1}
-    model = tiny_llama(**small)
-    draft = model if config == "self" else tiny_llama(**small, seed=5) if config is None else noisy(model, 0.3, **config)
+    model = tiny_llama(vocab_size=V, **SMALL)
+    if config == "self":
+        draft = model
+    else:
+        draft = tiny_llama(vocab_size=V, **SMALL, seed=5) if config is None else noisy(model, 0.3, **config)
     length = 4 if V == 2 else 3
     found = distribution(lambda r: tuple(text(model, [1], draft, spec, length, eos_ids=eos, generator=r, **warping)))
     assert_same(found, exact(model, [1], length, eos, partial(warp, **warping)), 1e-5)
@@ -136,9 +144,8 @@ def test_all_outcomes_of_the_loop_together_are_the_targets_distribution(case):
 
 def test_whole_generations_pass_a_chi_square_test_with_paths_of_depth_3():
     V, length, runs = 3, 5, 1500
-    model = tiny_llama(vocab_size=V, hidden_size=8, num_hidden_layers=1, intermediate_size=8, num_attention_heads=2,
-                       num_key_value_heads=1)
-    draft, g, counts, longest = noisy(model, 0.2, depth=3), torch.Generator().manual_seed(3), {}, 0
+    model = tiny_llama(vocab_size=V, **SMALL)
+    draft, g, counts, longest = noisy(model, 0.2, depth=3), seeded(3), {}, 0
     for _ in range(runs):
         passes = list(generate(model, [2], draft, "2,2,1", length, 1.0, generator=g))
         longest = max(longest, *map(len, passes))
@@ -156,7 +163,7 @@ def test_whole_generations_pass_a_chi_square_test_with_paths_of_depth_3():
 @pytest.mark.parametrize("draft", [None, DRAFTS["noisy"]], ids=["plain", "draft"])
 def test_the_first_token_obeys_the_temperature_and_the_seed_decides(draft):
     def first(seed):
-        return text(MODEL, [5], draft, None, 6, 1.0, generator=torch.Generator().manual_seed(seed))
+        return text(MODEL, [5], draft, None, 6, 1.0, generator=seeded(seed))
     assert len({first(seed)[0] for seed in range(30)}) > 1
     assert first(7) == first(7) and len({tuple(first(seed)) for seed in range(5)}) > 1
 
@@ -172,7 +179,7 @@ def test_a_draft_at_low_temperature_keeps_the_warped_distribution():
     assert (counts / runs - first @ second).abs().max() < 0.03
 
 
-# -- stopping and limits --------------------------------------------------------------------------------------------------------
+# -- stopping and limits -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", ["noisy", "perfect", "hostile"])
 @pytest.mark.parametrize("at", range(1, 12))
@@ -192,7 +199,7 @@ def test_never_more_than_max_new_tokens(count):
 
 @pytest.mark.parametrize("left", [1, 2, 3, 4, 6])
 def test_the_last_tokens_before_the_context_limit_equal_plain_decoding(left):
-    prompt = torch.randint(40, (MODEL.config.max_position_embeddings - left,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = random_ids(MODEL.config.max_position_embeddings - left)
     wanted = text(MODEL, prompt, max_new_tokens=99)
     assert len(wanted) == left
     for name in ("noisy", "perfect", "hostile"):
@@ -220,7 +227,8 @@ def test_a_consumer_that_stops_early_leaves_a_usable_cache():
     passes = generate(MODEL, [5], DRAFTS["noisy"], max_new_tokens=30, cache=cache)
     got = next(passes) + next(passes) + next(passes)
     passes.close()
-    assert text(MODEL, [7], DRAFTS["noisy"], max_new_tokens=5, cache=cache) == text(MODEL, [5, *got, 7], max_new_tokens=5)
+    more = text(MODEL, [7], DRAFTS["noisy"], max_new_tokens=5, cache=cache)
+    assert more == text(MODEL, [5, *got, 7], max_new_tokens=5)
 
 
 @pytest.mark.parametrize("kwargs, words", [
@@ -230,9 +238,9 @@ def test_a_consumer_that_stops_early_leaves_a_usable_cache():
     ({"top_p": 1.5}, "top_p"), ({"max_new_tokens": -1}, "max_new_tokens"), ({"tree": "chain:2"}, "no draft"),
     ({"draft": DRAFTS["noisy"], "tree": "chain:6"}, "6 deep, the draft has 5"),
     ({"draft": DRAFTS["noisy"], "tree": [[r] for r in range(65)]}, "rank 64"),
-    ({"draft": DRAFTS["noisy"], "tree": [[0], [2]]}, "without a gap"), ({"draft": DRAFTS["noisy"], "tree": [[0, 0]]}, "needs path"),
-    ({"draft": DRAFTS["noisy"], "tree": "bush"}, "not understood"), ({"draft": DRAFTS["noisy"], "tree": []}, "not understood"),
-    ({"draft": DRAFTS["noisy"], "tree": "chain:0"}, "not understood"), ({"draft": DRAFTS["noisy"], "tree": "0,2"}, "not understood"),
+    ({"draft": DRAFTS["noisy"], "tree": [[0], [2]]}, "without a gap"),
+    ({"draft": DRAFTS["noisy"], "tree": [[0, 0]]}, "needs path"),
+    *(({"draft": DRAFTS["noisy"], "tree": odd}, "not understood") for odd in ("bush", [], "chain:0", "0,2", [[]], 3)),
     ({"draft": tiny_llama(vocab_size=39)}, "39 tokens, the target 40"),
     ({"draft": noisy(tiny_llama(), 0.1)}, "another model object")])
 def test_wrong_arguments_are_refused_at_the_call(kwargs, words):
@@ -248,12 +256,12 @@ def test_logits_that_are_not_finite_stop_with_advice(temperature):
         text(broken, [1], temperature=temperature)
 
 
-# -- what a round reports ---------------------------------------------------------------------------------------------------------
+# -- what a round reports ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_on_round_sees_what_was_committed(temperature):
     rounds = []
-    passes = list(generate(MODEL, [5], DRAFTS["noisy"], "2,3,2", 30, temperature, generator=torch.Generator().manual_seed(1),
+    passes = list(generate(MODEL, [5], DRAFTS["noisy"], "2,3,2", 30, temperature, generator=seeded(1),
                            on_round=rounds.append))
     assert [r.committed for r in rounds] == passes[1:]
     for r in rounds:

@@ -34,7 +34,7 @@ def edit_tensors(folder, **changes) -> None:
     save_file({k: v for k, v in tensors.items() if v is not ...}, folder / "model.safetensors")
 
 
-# -- equal to transformers --------------------------------------------------------------------------------------------
+# -- equal to transformers ---------------------------------------------------------------------------------------------
 
 @pytest.fixture(params=GOLDEN_NAMES)
 def golden(request):
@@ -75,7 +75,7 @@ def test_golden_files_are_written_as_they_were_read(golden, tmp_path):
     assert all(again[name].dtype == dtype and torch.equal(again[name], original[name]) for name in original)
 
 
-# -- attention and cache ----------------------------------------------------------------------------------------------
+# -- attention and cache -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("chunks", [[1] * 12, [12], [5, 7], [1, 3, 8], [4, 1, 7]], ids=str)
@@ -177,7 +177,7 @@ def test_reserve_grows_and_keeps_and_never_shrinks():
     torch.testing.assert_close(rest, model.hidden_states(tokens)[:, 5:], atol=1e-5, rtol=0)
 
 
-# -- config -----------------------------------------------------------------------------------------------------------
+# -- config ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("theta, angle", [(1e4, 5.168), (1e6, 1.594)])
 def test_rope_angle(theta, angle):
@@ -221,7 +221,7 @@ def test_rope_settings_old_form_and_new(raw, theta, factor):
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
     ({"num_attention_heads": 6, "num_key_value_heads": 4}, "6 query heads do not divide into 4 key/value heads"),
-    ({"hidden_size": 0}, "hidden_size must be a positive number"),
+    ({"hidden_size": 0}, "hidden_size must be a positive integer"),
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a positive number, not '1e-6'")], ids=str)
 def test_what_is_not_computed_is_refused_by_name(saved, raw, named):
     _, folder = saved
@@ -250,7 +250,7 @@ def test_every_norm_uses_the_epsilon_of_the_config(eps, value):
         torch.testing.assert_close(scaled, torch.full((4,), value), atol=1e-4, rtol=0)
 
 
-# -- checkpoint files -------------------------------------------------------------------------------------------------
+# -- checkpoint files --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", [{}, {"num_key_value_heads": 1}, {"head_dim": 16}, {"tie_word_embeddings": True},
                                    {"rope_factor": 2.0, "rms_norm_eps": 1e-5}], ids=str)

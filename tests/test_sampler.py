@@ -1,6 +1,7 @@
 """The accept/reject sampler is lossless: proved by following every outcome of the shipped functions with its weight."""
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_every_shape_of_p_and_q_gives_p(pair, children):
     assert_same(distribution(emission(p, q, children)), as_dict(p))
 
 
-# -- the harness sees faults: known wrong rules give their known wrong values ---------------------------------------------
+# -- the harness sees faults: known wrong rules give their known wrong values ------------------------------------------
 
 def wrong_argmax_by_ratio(r):
     best = int(Q.argmax())
@@ -108,10 +109,10 @@ def test_enumeration_exposes_a_wrong_rule(run, value):
     assert_same(distribution(run), as_dict(value))
 
 
-# -- trees: contexts of depth 3, every outcome -----------------------------------------------------------------------------
+# -- trees: contexts of depth 3, every outcome -------------------------------------------------------------------------
 
 def table(V: int, seed: int, zeros: bool):
-    """context (tuple of tokens) -> a probability vector, the same every time; with `zeros` some tokens are impossible."""
+    """context (tuple of tokens) -> its probability vector, always the same; with `zeros` some tokens are impossible."""
     known = {}
 
     def probs(context: tuple) -> torch.Tensor:
@@ -131,7 +132,8 @@ def one_round(tree: Tree, p_of, q_of, drawn: bool):
         tokens, context = [0] * (tree.size + 1), [()] * (tree.size + 1)
         for node, children in enumerate(tree.children):
             q = q_of(context[node])
-            drawn_tokens = (randomness.draw_distinct(q[None], len(children))[0] if drawn else q.argsort(descending=True)).tolist()
+            picks = randomness.draw_distinct(q[None], len(children))[0] if drawn else q.argsort(descending=True)
+            drawn_tokens = picks.tolist()
             for rank, child in enumerate(children):
                 tokens[child] = drawn_tokens[rank] if rank < len(drawn_tokens) and tokens[node] >= 0 else -1
                 context[child] = (*context[node], tokens[child])
@@ -163,7 +165,8 @@ def test_a_tree_commits_tokens_distributed_as_the_target(spec, V, zeros, drawn):
     tree, p_of, q_of = Tree.parse(spec), table(V, 1, zeros), table(V, 2, zeros)
     found = distribution(one_round(tree, p_of, q_of, drawn))
     length = tree.depth + 1
-    exact = {s: math.prod(float(p_of(s[:i])[s[i]]) for i in range(length)) for s in itertools.product(range(V), repeat=length)}
+    sequences = itertools.product(range(V), repeat=length)
+    exact = {s: math.prod(float(p_of(s[:i])[s[i]]) for i in range(length)) for s in sequences}
     assert_same(completed(found, p_of, V, length), exact, 1e-5)
 
 
@@ -172,11 +175,11 @@ def test_greedy_acceptance_is_the_general_rule_with_one_hot_p():
     for _ in range(200):
         tokens, best = (torch.randint(3, (tree.size + 1,), generator=g).tolist() for _ in range(2))
         one_hot = [torch.eye(3)[b] for b in best]
-        outcomes = list(every_outcome(lambda r: accept(tree.children, tokens, one_hot.__getitem__, lambda n: None, r)))     # noqa: B023
+        outcomes = list(every_outcome(partial(accept, tree.children, tokens, one_hot.__getitem__, lambda n: None)))
         assert outcomes == [(1.0, accept_greedy(tree.children, tokens, best))]
 
 
-# -- numbers at the edge ------------------------------------------------------------------------------------------------------
+# -- numbers at the edge -----------------------------------------------------------------------------------------------
 
 def test_a_residual_without_mass_falls_back_to_p():
     p = torch.tensor([0.0, 1.0, 0.0])
@@ -208,12 +211,13 @@ def test_gumbel_draws_follow_the_law_of_repeated_draws():
 @pytest.mark.parametrize("randomness", [Generator(), None], ids=["gumbel", "in turn"])
 def test_fewer_tokens_than_children_leaves_the_rest_empty(randomness):
     q = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
-    rows = [randomness.draw_distinct(q, 4)] if randomness else [r for _, r in every_outcome(lambda r: r.draw_distinct(q, 4))]
-    for row in rows:
-        assert row[0].tolist() == [1, -1, -1, -1] and sorted(row[1].tolist()) == [-1, -1, 0, 2] and row[1, 2:].tolist() == [-1, -1]
+    every = [randomness.draw_distinct(q, 4)] if randomness else [
+        result for _, result in every_outcome(lambda r: r.draw_distinct(q, 4))]
+    for one, two in (rows.tolist() for rows in every):
+        assert one == [1, -1, -1, -1] and two[2:] == [-1, -1] and sorted(two[:2]) == [0, 2]
 
 
-# -- warp ---------------------------------------------------------------------------------------------------------------------
+# -- warp --------------------------------------------------------------------------------------------------------------
 
 def test_warp_renormalises_between_top_k_and_top_p():
     logits = torch.tensor([0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03]).log()
@@ -222,8 +226,8 @@ def test_warp_renormalises_between_top_k_and_top_p():
     assert (warp(logits, 1.0, top_p=0.82) > 0).sum() == 4
 
 
-@pytest.mark.parametrize("kwargs, kept", [({"top_k": 1}, 1), ({"top_k": 99}, 5), ({"top_p": 0.0}, 1), ({"top_p": 1.0}, 5),
-                                          ({"top_k": 2, "top_p": 0.0}, 1), ({}, 5)])
+@pytest.mark.parametrize("kwargs, kept", [({"top_k": 1}, 1), ({"top_k": 99}, 5), ({"top_p": 0.0}, 1), ({}, 5),
+                                          ({"top_p": 1.0}, 5), ({"top_k": 2, "top_p": 0.0}, 1)])
 def test_warp_keeps_at_least_one_and_at_most_all(kwargs, kept):
     assert (warp(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0]), 1.0, **kwargs) > 0).sum() == kept
 

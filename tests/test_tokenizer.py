@@ -32,7 +32,7 @@ def write_tokenizer_json(folder, bos: bool = False):
     return folder
 
 
-# -- sentencepiece ----------------------------------------------------------------------------------------------------
+# -- sentencepiece -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
 def test_decode_gives_the_text_back(toy_tokenizer, text):
@@ -80,7 +80,7 @@ def test_missing_and_damaged_tokenizer_files_are_named(tmp_path, name, kind, mes
         Tokenizer.from_pretrained(tmp_path)
 
 
-# -- streaming --------------------------------------------------------------------------------------------------------
+# -- streaming ---------------------------------------------------------------------------------------------------------
 
 def streamed(tok, prompt, ids, step=1) -> list[str]:
     stream = TextStream(tok, prompt)
@@ -127,7 +127,7 @@ def test_a_broken_character_appears_at_the_end(toy_tokenizer):
     assert "".join(pieces) == "a" and set(last) == {"\ufffd"}
 
 
-# -- chat templates ---------------------------------------------------------------------------------------------------
+# -- chat templates ----------------------------------------------------------------------------------------------------
 
 def test_template_none_is_the_text_itself(toy_tokenizer):
     assert choose_chat("auto", toy_tokenizer) == choose_chat("none", toy_tokenizer) == "none"

@@ -74,7 +74,7 @@ def assert_same(ours: dict, theirs: dict, **tolerance):
         torch.testing.assert_close(ours[name], theirs[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-# -- the loss ---------------------------------------------------------------------------------------------------------
+# -- the loss ----------------------------------------------------------------------------------------------------------
 
 def test_step_k_at_i_learns_token_i_plus_k_plus_1(monkeypatch):
     learnt, position_loss = [], train.position_loss
@@ -146,7 +146,7 @@ def test_texts_shorter_than_the_depth_are_learnt_as_far_as_they_go(length):
     assert meter.count.tolist() == [max(0, length - 1 - k) for k in range(1, 6)]
 
 
-# -- the meter --------------------------------------------------------------------------------------------------------
+# -- the meter ---------------------------------------------------------------------------------------------------------
 
 def test_meter_counts_prefixes_from_where_they_were_drafted():
     yes = lambda *rows: torch.tensor(rows, dtype=torch.bool)[:, None]                               # noqa: E731
@@ -176,7 +176,7 @@ def test_meter_agrees_with_a_count_by_hand(draft_vocab):
         assert meter.top1[k - 1] == right[..., 0].sum() and meter.top5[k - 1] == right.sum()
 
 
-# -- one optimiser step -----------------------------------------------------------------------------------------------
+# -- one optimiser step ------------------------------------------------------------------------------------------------
 
 def optimise(draft, model, batches, args, step: int = 0, optimizer=None) -> tuple[float, int]:
     optimizer = optimizer or torch.optim.AdamW(draft.parameters(), weight_decay=0.0)
@@ -276,7 +276,7 @@ def test_a_draft_learns_a_deterministic_target():
     assert min(meter.agreement(meter.top1)) > 0.9 and meter.tau() > 3.7
 
 
-# -- runs, interrupted and resumed ------------------------------------------------------------------------------------
+# -- runs, interrupted and resumed -------------------------------------------------------------------------------------
 
 @pytest.fixture
 def stories(tmp_path) -> Path:
@@ -429,7 +429,7 @@ def test_a_run_reports_data_settings_and_agreement(tmp_path, tiny_run, capsys):
         assert part in out
 
 
-# -- what a user can get wrong ----------------------------------------------------------------------------------------
+# -- what a user can get wrong -----------------------------------------------------------------------------------------
 
 OK = ["--ckpt", "toy", "--data", "stories.txt"]
 WRONG = {
