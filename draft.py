@@ -95,7 +95,8 @@ class Chimera(nn.Module):
         """tokens [B, T], the target's hidden states [B, T, D] -> per step k = 1..K its head's inputs [B, T-k, .].
 
         Step k at position i takes z_{i+k}; attends to h_0..h_i, to the outputs of steps 1..k-1 at the same i, and to
-        itself; and predicts token i+k+1. T tokens so give T-k positions; the last of them predicts the unseen token T.
+        itself; and predicts token i+k+1. T tokens so give T-k positions, the last of which predicts the unseen token T;
+        a text too short for a step has no states there.
         """
         T, rope = tokens.shape[1], self.frozen["model"].rope
         hidden = hidden.to(self.norm.weight.dtype)
@@ -103,7 +104,7 @@ class Chimera(nn.Module):
         q_z, k_z, v_z = self.block.project(z, *rope(slice(0, T)))               # z_j is the same whichever step uses it
         _, k_h, v_h = self.block.project(hidden, *rope(slice(0, T)))
         own, states = [], []                                                    # own: keys and values of hhat, per step
-        for k in range(1, self.config.depth + 1):
+        for k in range(1, min(self.config.depth, T - 1) + 1):
             L = T - k
             diagonal = [(key[:, :, :L], value[:, :, :L]) for key, value in own] + [(k_z[:, :, k:], v_z[:, :, k:])]
             attended = attend_diagonal(q_z[:, :, k:], k_h[:, :, :L], v_h[:, :, :L], diagonal)

@@ -18,6 +18,7 @@ from model import Llama, read_json
 from speculative import Tree, default_tree, generate, is_greedy
 
 GREEN, RESET = "\033[32m", "\033[0m"
+STORIES, DRAFT = (Path(__file__).parent / "assets" / name for name in ("stories", "stories-chimera"))
 
 
 @dataclass
@@ -97,9 +98,9 @@ def stop_reason(result: Result, args, eos_ids) -> str:
 
 
 OPTIONS = {
-    "ckpt": dict(required=True, help="folder of the target model, Hugging Face layout"),
-    "draft": dict(default="none", help="folder of its Chimera draft, or of a smaller LLaMA with the same vocabulary; "
-                  "none: plain decoding"),
+    "ckpt": dict(help="folder of the target, Hugging Face layout; not given: the bundled storyteller with its draft"),
+    "draft": dict(help="folder of its Chimera draft, or of a smaller LLaMA with the same vocabulary; none (or not "
+                  "given beside --ckpt): plain decoding"),
     "prompt": dict(default="Once upon a time", help="text, or FILE:path for the text of a file"),
     "chat": dict(default="auto", help=f"chat template: {', '.join(CHATS)}; auto: the one that the tokenizer knows"),
     "max_new_tokens": dict(type=int, default=256, help="most tokens to write"),
@@ -122,7 +123,10 @@ def parse_args() -> argparse.Namespace:
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, keywords in OPTIONS.items():
         parser.add_argument(f"--{name}", **keywords)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.draft = args.draft or ("none" if args.ckpt else str(DRAFT))
+    args.ckpt = args.ckpt or str(STORIES)
+    return args
 
 
 def read_prompt(text: str) -> str:

@@ -23,96 +23,11 @@ from common import CHATS, choose_chat, choose_device, load_target, run
 from data import batch_order, collate, frequent_ids, load_samples
 from distill import distill
 from draft import Chimera, ChimeraConfig
+from loss import Meter, Weights, batch_loss
 from model import Llama
 
-CHUNK = 1024            # labelled positions whose logits exist at the same time
 MOST_BAD_STEPS = 20     # steps with a loss that is not finite before the run gives up
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss
-
-class Meter:
-    """Sums over labelled positions, per step k: loss, counts, agreements of the draft with the target's argmax."""
-
-    def __init__(self, depth: int):
-        self.loss, self.count, self.top1, self.top5, self.prefix, self.whole = torch.zeros(6, depth).unbind()
-
-    def add(self, loss: torch.Tensor, seen: torch.Tensor, top1: torch.Tensor, top5: torch.Tensor) -> None:
-        """loss [K]; the rest [K, B, T] bool, indexed by the position i from which step k was drafted."""
-        prefix, whole = top1.cummin(0).values, seen.cummin(0).values           # steps 1..k all right / all labelled
-        for total, value in ((self.loss, loss), (self.count, seen), (self.top1, top1), (self.top5, top5),
-                             (self.prefix, prefix & whole), (self.whole, whole)):
-            total += value.detach().flatten(1).sum(1).cpu() if value.dim() > 1 else value.detach().cpu()
-
-    def merge(self, other: "Meter") -> "Meter":
-        for mine, theirs in zip(vars(self).values(), vars(other).values()):
-            mine += theirs
-        return self
-
-    def agreement(self, sums: torch.Tensor) -> list[float]:
-        return (sums / self.count.clamp(min=1)).tolist()
-
-    def tau(self) -> float:
-        """1 + sum over k of the chance that steps 1..k all agree: a greedy chain's expected tokens per target pass."""
-        return 1 + (self.prefix / self.whole.clamp(min=1)).sum().item()
-
-
-def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: torch.Tensor, meter: Meter, kl: float,
-               scale: float | None = None) -> float:
-    """One batch -> its summed loss, counted in `meter`; with `scale` the draft gets the gradient of scale * loss.
-
-    Logits exist for CHUNK labelled positions at a time: each chunk's gradient with respect to the heads' inputs is kept
-    and sent through the draft once, at the end.
-    """
-    short = max(0, draft.config.depth + 1 - tokens.shape[1])                    # every step needs a position
-    tokens, labelled = (torch.nn.functional.pad(t, (0, short)) for t in (tokens, labelled))
-    with torch.no_grad():
-        hidden = model.hidden_states(tokens)
-    with torch.set_grad_enabled(scale is not None):
-        states = draft(tokens, hidden)                                          # per step k [B, T-k, .]
-    leaves = [s.detach().requires_grad_(scale is not None) for s in states]
-    seen, top1, top5 = torch.zeros(3, len(states), *tokens.shape, dtype=torch.bool, device=tokens.device)
-    total = torch.zeros(len(states), device=tokens.device)
-    for b, j in zip(*(index.split(CHUNK) for index in labelled.nonzero(as_tuple=True))):
-        p, label, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1])
-        for k, leaf in enumerate(leaves, 1):
-            has = j >= k                                                        # else the text is too short on the left
-            at = (k - 1, b[has], j[has] - k)
-            with torch.set_grad_enabled(scale is not None):
-                logq = draft.head_logits(k - 1, leaf[at[1], at[2]]).float().log_softmax(-1)     # [C, W]
-                loss = position_loss(logq, p[has], label[has], kl).sum()
-            if scale is not None:
-                (scale * loss).backward()
-            top = logq.detach().topk(min(5, logq.shape[-1])).indices == best[has, None]     # [C, 5]
-            seen[at], top1[at], top5[at] = True, top[:, 0], top.any(-1)
-            total[k - 1] += loss.detach()
-    if scale is not None and labelled.any():
-        torch.autograd.backward(states, [torch.zeros_like(s) if s.grad is None else s.grad for s in leaves])
-    meter.add(total, seen, top1, top5)
-    return total.sum().item()
-
-
-@torch.no_grad()
-def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, label: torch.Tensor):
-    """hidden [C, D], next tokens [C] -> (p over the draft's vocabulary [C, W]; label, argmax of p as places in it)."""
-    logits = model.lm_head(hidden)                                              # [C, V]
-    best, ids = logits.argmax(-1), draft.vocab_ids
-    if ids is None:
-        return logits.softmax(-1, dtype=torch.float32), label, best
-    place = torch.full((logits.shape[1],), -1, device=ids.device)
-    place[ids] = torch.arange(len(ids), device=ids.device)
-    return logits[:, ids].softmax(-1, dtype=torch.float32), place[label], place[best]
-
-
-def position_loss(logq: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl: float) -> torch.Tensor:
-    """[C, W], [C, W], [C] -> [C]: cross-entropy (none for a label outside the vocabulary) + kl * KL(p || q)."""
-    loss = -logq.gather(-1, label.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (label >= 0)
-    return loss + kl * ((p.clamp(min=1e-30).log() * p).sum(-1) - (p * logq).sum(-1)) if kl else loss
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The run: schedule, checkpoints, loop
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
     """1% warm-up (at least 10 steps), then a cosine to a tenth of the peak, never below; counts optimiser steps."""
@@ -147,7 +62,7 @@ def evaluate(draft: Chimera, model: Llama, samples: list, args) -> Meter:
     for start in range(0, len(samples), args.batch_size):
         tokens, labelled = (t.to(model.embed.weight.device) for t in collate(samples[start:start + args.batch_size]))
         with autocast(args):
-            batch_loss(draft, model, tokens, labelled, meter, args.kl)
+            batch_loss(draft, model, tokens, labelled, meter, loss_weights(args))
     return meter
 
 
@@ -168,6 +83,10 @@ def batches_from(samples: list, args, step: int):
             position += 1
 
 
+def loss_weights(args) -> Weights:
+    return Weights(args.kl, args.state_loss, args.depth_decay)
+
+
 def autocast(args):
     """Half-precision targets let the draft compute in bfloat16 too; its weights stay float32."""
     return torch.autocast(args.device_used, torch.bfloat16, enabled=args.dtype_used != "float32")
@@ -185,7 +104,8 @@ def optimise(draft, model, batches, optimizer, args, step: int, meter: Meter) ->
     loss = 0.0
     for tokens, mask in group:
         with autocast(args):
-            loss += batch_loss(draft, model, tokens, mask, meter, args.kl, 1 / max(1, labelled)) / max(1, labelled)
+            summed = batch_loss(draft, model, tokens, mask, meter, loss_weights(args), 1 / max(1, labelled))
+        loss += summed / max(1, labelled)
     norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0).item()
     for entry in optimizer.param_groups:
         entry["lr"] = learning_rate(step, args.steps, args.lr)
@@ -256,6 +176,8 @@ OPTIONS = {
     "heads": dict(choices=["light", "full"], default="light", help="light: the target's lm_head; full: one per step"),
     "draft_vocab": dict(type=int, default=0, help="propose only the N token ids most frequent in the answers; 0: all"),
     "kl": dict(type=float, default=1.0, help="weight of KL(target || draft) beside the cross-entropy"),
+    "state_loss": dict(type=float, default=0.0, help="weight of smooth-L1 to the target's states (light heads)"),
+    "depth_decay": dict(type=float, default=1.0, help="step k counts decay^(k-1)"),
     "held_out": dict(type=int, default=64, help="samples kept apart for the final measurement"),
     "chat": dict(default="auto", help=f"template for conversations: {', '.join(CHATS)}"),
     "save_every": dict(type=int, default=200, help="optimiser steps between checkpoints"),
@@ -278,12 +200,15 @@ def parse_args() -> argparse.Namespace:
 def check(args) -> None:
     if not args.ckpt or not (args.data or args.distill):
         raise ValueError("--ckpt and --data are needed (or --resume with the --out of an earlier run)")
-    for name in ("batch_size", "grad_accum", "lr", "max_length", "depth", "save_every", "epochs", "max_new_tokens"):
+    for name in ("batch_size", "grad_accum", "lr", "max_length", "depth", "save_every", "epochs", "max_new_tokens",
+                 "depth_decay"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name} must be positive, not {getattr(args, name)}")
-    for name in ("held_out", "draft_vocab", "kl"):
+    for name in ("held_out", "draft_vocab", "kl", "state_loss"):
         if not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"--{name} must be 0 or more, not {getattr(args, name)}")
+    if args.state_loss and args.heads == "full":
+        raise ValueError("--state_loss compares states, full heads make logits only; use --heads light")
     if args.steps is not None and args.steps <= 0:
         raise ValueError(f"--steps must be positive, not {args.steps}")
     for path in args.distill or args.data:

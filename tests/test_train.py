@@ -18,11 +18,13 @@ from helpers import STORY, random_ids, tiny_draft, tiny_llama
 from safetensors import safe_open
 
 import common
+import loss
 import train
 from data import collate
 from distill import answer_batch
 from draft import Chimera
-from train import Meter, batch_loss, learning_rate
+from loss import Meter, Weights, batch_loss
+from train import learning_rate
 
 ROOT = Path(train.__file__).parent
 
@@ -77,16 +79,16 @@ def assert_same(ours: dict, theirs: dict, **tolerance):
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 def test_step_k_at_i_learns_token_i_plus_k_plus_1(monkeypatch):
-    learnt, position_loss = [], train.position_loss
+    learnt, position_loss = [], loss.position_loss
 
     def record(logq, p, label, *rest):
         learnt.append(label.tolist())
         return position_loss(logq, p, label, *rest)
 
-    monkeypatch.setattr(train, "position_loss", record)
+    monkeypatch.setattr(loss, "position_loss", record)
     model = tiny_llama()
     tokens, labelled = collate([(torch.arange(6), torch.ones(6, dtype=torch.bool))])
-    batch_loss(tiny_draft(model), model, tokens, labelled, Meter(3), 1.0)
+    batch_loss(tiny_draft(model), model, tokens, labelled, Meter(3), Weights())
     assert learnt == [[2, 3, 4, 5], [3, 4, 5], [4, 5]]      # the target itself supplies token 1
 
 
@@ -94,7 +96,7 @@ def test_only_answer_tokens_are_learnt():
     model, meter = tiny_llama(), Meter(3)
     answer = torch.tensor([False, False, False, True, True, False, False])
     tokens, labelled = collate([(torch.arange(7), answer)])
-    batch_loss(tiny_draft(model), model, tokens, labelled, meter, 1.0)
+    batch_loss(tiny_draft(model), model, tokens, labelled, meter, Weights())
     assert meter.count.tolist() == [2, 2, 1]                # tokens 3 and 4; step 3 starts with token 4
 
 
@@ -118,22 +120,22 @@ def slow_loss(draft, model, tokens, labelled, kl: float) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [{}, {"draft_vocab": 15}, {"heads": "full"}, {"heads": "full", "draft_vocab": 15}],
                          ids=["light", "light-vocab", "full", "full-vocab"])
 def test_loss_and_gradients_equal_the_slow_definition(monkeypatch, shape, kl, chunk):
-    monkeypatch.setattr(train, "CHUNK", chunk)
+    monkeypatch.setattr(loss, "CHUNK", chunk)
     model = tiny_llama()
     draft, (tokens, labelled) = trainable_draft(model, **shape), random_batch()
     slow = slow_loss(draft, model, tokens, labelled, kl)
     (0.25 * slow).backward()
     expected = gradients(draft)
     draft.zero_grad()
-    loss = batch_loss(draft, model, tokens, labelled, Meter(3), kl, 0.25)
-    assert loss == pytest.approx(slow.item(), rel=1e-5)
+    found = batch_loss(draft, model, tokens, labelled, Meter(3), Weights(kl), 0.25)
+    assert found == pytest.approx(slow.item(), rel=1e-5)
     assert_same(gradients(draft), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_measuring_makes_no_gradient():
     model = tiny_llama()
     draft, (tokens, labelled) = trainable_draft(model), random_batch()
-    batch_loss(draft, model, tokens, labelled, Meter(3), 1.0)
+    batch_loss(draft, model, tokens, labelled, Meter(3), Weights())
     assert all(p.grad is None for p in draft.parameters())
 
 
@@ -142,7 +144,7 @@ def test_texts_shorter_than_the_depth_are_learnt_as_far_as_they_go(length):
     model, meter = tiny_llama(), Meter(5)
     draft = trainable_draft(model, depth=5)
     tokens, labelled = collate([(torch.arange(length), torch.ones(length, dtype=torch.bool))])
-    assert math.isfinite(batch_loss(draft, model, tokens, labelled, meter, 1.0, 1.0))
+    assert math.isfinite(batch_loss(draft, model, tokens, labelled, meter, Weights(), 1.0))
     assert meter.count.tolist() == [max(0, length - 1 - k) for k in range(1, 6)]
 
 
@@ -166,7 +168,7 @@ def test_meter_counts_prefixes_from_where_they_were_drafted():
 def test_meter_agrees_with_a_count_by_hand(draft_vocab):
     model, meter = tiny_llama(), Meter(3)
     draft, (tokens, labelled) = tiny_draft(model, draft_vocab=draft_vocab), random_batch()
-    batch_loss(draft, model, tokens, labelled, meter, 1.0)
+    batch_loss(draft, model, tokens, labelled, meter, Weights())
     best = model(tokens).argmax(-1)                         # an argmax outside the draft's vocabulary counts as missed
     ids = torch.arange(40) if not draft_vocab else draft.vocab_ids
     for k, state in enumerate(draft(tokens, model.hidden_states(tokens)), 1):
@@ -200,7 +202,7 @@ def test_a_batch_without_labels_changes_nothing():
     model = tiny_llama()
     draft, before = trainable_draft(model), weights(trainable_draft(model))
     tokens, labelled = collate([(torch.arange(6), torch.zeros(6, dtype=torch.bool))])
-    assert batch_loss(draft, model, tokens, labelled, Meter(3), 1.0, 1.0) == 0
+    assert batch_loss(draft, model, tokens, labelled, Meter(3), Weights(), 1.0) == 0
     assert optimise(draft, model, [(tokens, labelled)], arguments()) == (0, 0)
     assert_same(weights(draft), before, rtol=0, atol=0)
 

@@ -1,0 +1,108 @@
+"""What a draft learns from one batch: the loss of all K steps at all labelled positions, and how often it was right.
+
+Sum over steps k of decay^(k-1) * [cross-entropy on the next token + kl * KL(p || q) + state * smooth-L1 to the target's
+own state], p the target's distribution at that position, q the draft's (Chimera, arXiv 2402.15758, section 3.3).
+
+Shapes: B texts, T tokens, K steps, C labelled positions of one chunk, D hidden size, V vocabulary, W draft vocabulary.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from draft import Chimera
+from model import Llama
+
+CHUNK = 1024            # labelled positions whose logits exist at the same time
+
+
+@dataclass
+class Weights:
+    """How much each part of the loss counts."""
+    kl: float = 1.0
+    state: float = 0.0          # on R_k [h; hhat], not on hhat alone: that would fight the residual path
+    decay: float = 1.0
+
+
+class Meter:
+    """Sums over labelled positions, per step k: loss, counts, agreements of the draft with the target's argmax."""
+
+    def __init__(self, depth: int):
+        self.loss, self.count, self.top1, self.top5, self.prefix, self.whole = torch.zeros(6, depth).unbind()
+
+    def add(self, loss: torch.Tensor, seen: torch.Tensor, top1: torch.Tensor, top5: torch.Tensor) -> None:
+        """loss [K]; the rest [K, B, T] bool, indexed by the position i from which step k was drafted."""
+        prefix, whole = top1.cummin(0).values, seen.cummin(0).values           # steps 1..k all right / all labelled
+        for total, value in ((self.loss, loss), (self.count, seen), (self.top1, top1), (self.top5, top5),
+                             (self.prefix, prefix & whole), (self.whole, whole)):
+            total += value.detach().flatten(1).sum(1).cpu() if value.dim() > 1 else value.detach().cpu()
+
+    def merge(self, other: "Meter") -> "Meter":
+        for mine, theirs in zip(vars(self).values(), vars(other).values()):
+            mine += theirs
+        return self
+
+    def agreement(self, sums: torch.Tensor) -> list[float]:
+        return (sums / self.count.clamp(min=1)).tolist()
+
+    def tau(self) -> float:
+        """1 + sum over k of the chance that steps 1..k all agree: a greedy chain's expected tokens per target pass."""
+        return 1 + (self.prefix / self.whole.clamp(min=1)).sum().item()
+
+
+def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: torch.Tensor, meter: Meter,
+               weights: Weights, scale: float | None = None, hidden: torch.Tensor | None = None) -> float:
+    """One batch -> its summed loss, counted in `meter`; with `scale` the draft gets the gradient of scale * loss.
+
+    tokens and labelled [B, T] as data.collate makes them; hidden [B, T, D] saves the target's forward. Logits exist for
+    CHUNK labelled positions at a time: each chunk's gradient with respect to the heads' inputs is kept and sent through
+    the draft once, at the end.
+    """
+    if hidden is None:
+        with torch.no_grad():
+            hidden = model.hidden_states(tokens)
+    with torch.set_grad_enabled(scale is not None):
+        states = draft(tokens, hidden)                                          # per step k [B, T-k, .]
+    leaves = [s.detach().requires_grad_(scale is not None) for s in states]
+    seen, top1, top5 = torch.zeros(3, draft.config.depth, *tokens.shape, dtype=torch.bool, device=tokens.device)
+    total = torch.zeros(draft.config.depth, device=tokens.device)
+    for b, j in zip(*(index.split(CHUNK) for index in labelled.nonzero(as_tuple=True))):
+        p, label, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1])
+        for k, leaf in enumerate(leaves, 1):
+            has = j >= k                                                        # else the text is too short on the left
+            at = (k - 1, b[has], j[has] - k)
+            with torch.set_grad_enabled(scale is not None):
+                logq = draft.head_logits(k - 1, leaf[at[1], at[2]]).float().log_softmax(-1)     # [C, W]
+                loss = position_loss(logq, p[has], label[has], weights.kl).sum()
+                if weights.state:
+                    wanted = hidden[b[has], j[has]].float()
+                    apart = F.smooth_l1_loss(leaf[at[1], at[2]].float(), wanted, reduction="none").mean(-1)
+                    loss = loss + weights.state * apart.sum()
+                loss = loss * weights.decay ** (k - 1)
+            if scale is not None:
+                (scale * loss).backward()
+            top = logq.detach().topk(min(5, logq.shape[-1])).indices == best[has, None]     # [C, 5]
+            seen[at], top1[at], top5[at] = True, top[:, 0], top.any(-1)
+            total[k - 1] += loss.detach()
+    if scale is not None and labelled.any():
+        torch.autograd.backward(states, [torch.zeros_like(s) if s.grad is None else s.grad for s in leaves])
+    meter.add(total, seen, top1, top5)
+    return total.sum().item()
+
+
+@torch.no_grad()
+def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, label: torch.Tensor):
+    """hidden [C, D], next tokens [C] -> (p over the draft's vocabulary [C, W]; label, argmax of p as places in it)."""
+    logits = model.lm_head(hidden)                                              # [C, V]
+    best, ids = logits.argmax(-1), draft.vocab_ids
+    if ids is None:
+        return logits.softmax(-1, dtype=torch.float32), label, best
+    place = torch.full((logits.shape[1],), -1, device=ids.device)
+    place[ids] = torch.arange(len(ids), device=ids.device)
+    return logits[:, ids].softmax(-1, dtype=torch.float32), place[label], place[best]
+
+
+def position_loss(logq: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl: float) -> torch.Tensor:
+    """[C, W], [C, W], [C] -> [C]: cross-entropy (none for a label outside the vocabulary) + kl * KL(p || q)."""
+    loss = -logq.gather(-1, label.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (label >= 0)
+    return loss + kl * ((p.clamp(min=1e-30).log() * p).sum(-1) - (p * logq).sum(-1)) if kl else loss

@@ -1,0 +1,48 @@
+"""bench.py: the figures are the pooled ones that its docstring tells."""
+import json
+import sys
+
+import pytest
+from helpers import near_copy, save_checkpoint, tiny_llama
+
+import bench
+from common import run
+
+
+@pytest.fixture
+def cli(toy_checkpoint, monkeypatch):
+    save_checkpoint(near_copy(tiny_llama(vocab_size=400)), toy_checkpoint.parent / "near")
+
+    def call(*argv) -> int:
+        fixed = ["--ckpt", toy_checkpoint, "--draft", toy_checkpoint.parent / "near", "--dtype", "float32", *argv]
+        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, fixed)])
+        try:
+            run(bench.main)
+        except SystemExit as end:
+            return end.code
+        return 0
+    return call
+
+
+def test_figures_agree_with_each_other(cli, tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("Tom saw a cat\nThe sun was warm\nOne day Lily\n")
+    assert cli("--prompts", tmp_path / "lines.txt", "--max_new_tokens", 24, "--json", tmp_path / "out.json") == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["identical"] == "3/3" and found["prompts"] == 3 and found["dtype"] == "float32"
+    assert found["speedup"] == pytest.approx(found["spec_tok_s"] / found["plain_tok_s"], rel=0.01)
+    assert found["efficiency"] == pytest.approx(found["speedup"] / found["tau"], rel=0.01)
+    assert found["tau"] == pytest.approx(1 + sum(found["accept_by_depth"]), abs=0.01)
+    assert "speedup" in capsys.readouterr().out
+
+
+def test_prompts_are_spread_over_the_categories(tmp_path):
+    rows = [{"category": name, "turns": [f"{name}{i}", "later"]} for name in "abc" for i in range(5)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [p for _, p in bench.read_prompts(tmp_path / "p.jsonl", 7)] == ["a0", "b0", "c0", "a1", "b1", "c1", "a2"]
+
+
+@pytest.mark.parametrize("text, words", [("{}\n", "no \"turns\""), ("\n", "no prompt that leaves room")])
+def test_useless_prompts_are_named(cli, tmp_path, capsys, text, words):
+    (tmp_path / "p.jsonl").write_text(text)
+    assert cli("--prompts", tmp_path / "p.jsonl") == 1
+    assert words in capsys.readouterr().err
