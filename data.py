@@ -8,12 +8,14 @@ import json
 import random
 import zlib
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from common import chat_segments
-from model import Tokenizer
+from draft import fingerprint
+from model import Llama, Tokenizer
 
 
 def read_records(path: Path, skipped: Counter):
@@ -123,3 +125,41 @@ def frequent_ids(samples: list, size: int, vocab: int) -> torch.Tensor:
     for ids, answer in samples:
         counts += torch.bincount(ids[answer], minlength=vocab)
     return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+class HiddenCache:
+    """The target's hidden states of all samples in one memory-mapped file: computed once, read in further epochs.
+
+    A sample counts as present once its flag is set, after its rows were written; a file made from other samples or
+    another target is begun anew.
+    """
+
+    def __init__(self, folder: Path, samples: list, model: Llama):
+        folder.mkdir(parents=True, exist_ok=True)
+        lengths = [len(ids) for ids, _ in samples]
+        self.starts, self.lengths, D = [0, *accumulate(lengths)], lengths, model.config.hidden_size
+        dtype = model.embed.weight.dtype
+        ids = torch.cat([ids for ids, _ in samples]).numpy().tobytes()
+        key = json.dumps([zlib.crc32(ids), lengths, fingerprint(model), str(dtype)])
+        if not (folder / "key.json").is_file() or (folder / "key.json").read_text() != key:
+            for name in ("present.bin", "hidden.bin"):
+                (folder / name).unlink(missing_ok=True)
+            (folder / "key.json").write_text(key)
+        size = self.starts[-1] * D
+        self.rows = torch.from_file(str(folder / "hidden.bin"), shared=True, size=size, dtype=dtype).view(-1, D)
+        self.present = torch.from_file(str(folder / "present.bin"), shared=True, size=len(samples), dtype=torch.uint8)
+
+    def states(self, model: Llama, batch: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Sample numbers and their tokens [B, T] -> hidden states [B, T, D]; the padding may be zeros."""
+        slices = [slice(self.starts[i], self.starts[i] + self.lengths[i]) for i in batch]
+        if self.present[batch].all():
+            hidden = torch.zeros(*tokens.shape, self.rows.shape[1], dtype=self.rows.dtype)
+            for row, part in enumerate(slices):
+                hidden[row, :part.stop - part.start] = self.rows[part]
+            return hidden.to(tokens.device)
+        with torch.no_grad():
+            hidden = model.hidden_states(tokens)
+        for row, part in enumerate(slices):
+            self.rows[part] = hidden[row, :part.stop - part.start].cpu()
+        self.present[batch] = 1
+        return hidden

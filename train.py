@@ -12,19 +12,23 @@ import math
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
+from functools import lru_cache
+from itertools import count, islice
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from common import CHATS, choose_chat, choose_device, load_target, run
-from data import batch_order, collate, frequent_ids, load_samples
+from data import HiddenCache, batch_order, collate, frequent_ids, load_samples
 from distill import distill
 from draft import Chimera, ChimeraConfig
-from loss import Meter, Weights, batch_loss
-from model import Llama
+from loss import CHUNK, Meter, Weights, batch_loss
+from model import Llama, LlamaConfig
+from plot import training_chart
 
 MOST_BAD_STEPS = 20     # steps with a loss that is not finite before the run gives up
 
@@ -73,14 +77,15 @@ def report(meter: Meter) -> str:
 
 
 def batches_from(samples: list, args, step: int):
-    """Yields the micro-batches from optimiser step `step` on: the data position is a function of the step alone."""
+    """Yields this process's micro-batches (indices, tokens, labelled) from optimiser step `step` on.
+
+    The data position is a function of the step alone; with several processes each takes every world-th micro-batch.
+    """
     per_epoch = -(-len(samples) // args.batch_size)
-    position = step * args.grad_accum
-    while True:
-        order = batch_order(samples, args.batch_size, args.seed, position // per_epoch)
-        for batch in order[position % per_epoch:]:
-            yield collate([samples[i] for i in batch])
-            position += 1
+    order = lru_cache(1)(lambda epoch: batch_order(samples, args.batch_size, args.seed, epoch))
+    for position in count(step * args.grad_accum * args.world + args.rank, args.world):
+        batch = order(position // per_epoch)[position % per_epoch]
+        yield batch, *collate([samples[i] for i in batch])
 
 
 def loss_weights(args) -> Weights:
@@ -92,26 +97,42 @@ def autocast(args):
     return torch.autocast(args.device_used, torch.bfloat16, enabled=args.dtype_used != "float32")
 
 
-def optimise(draft, model, batches, optimizer, args, step: int, meter: Meter) -> tuple[float, int]:
-    """One optimiser step over grad_accum micro-batches, each weighted by its labelled tokens -> (loss, tokens).
+def over_processes(args, *tensors: torch.Tensor) -> None:
+    """Sums each tensor, in place, over the processes that torchrun started."""
+    for tensor in tensors if args.world > 1 else ():
+        total = tensor.to(args.device_used)                 # a Meter counts on the CPU
+        torch.distributed.all_reduce(total)
+        tensor.copy_(total)
+
+
+def optimise(draft, model, batches, optimizer, args, step: int, meter: Meter, cache=None) -> tuple[float, int]:
+    """One optimiser step over grad_accum micro-batches of each process, weighted by labelled tokens -> (loss, tokens).
 
     The loss is the mean over labelled tokens, summed over the draft's steps. If it or the gradient is not finite, the
-    weights stay as they are.
+    weights stay as they are. Gradients are summed over processes by hand: DistributedDataParallel counts on one
+    backward pass a step, and here each chunk of logits has its own.
     """
-    group = [tuple(t.to(model.embed.weight.device) for t in next(batches)) for _ in range(args.grad_accum)]
-    labelled = sum(mask.sum().item() for _, mask in group)
+    device = model.embed.weight.device
+    group = [(batch, tokens.to(device), mask.to(device)) for batch, tokens, mask in islice(batches, args.grad_accum)]
+    sums = torch.tensor([0.0, sum(mask.sum().item() for _, _, mask in group)], device=device)
+    over_processes(args, sums)
+    labelled = max(1.0, sums[1].item())
     optimizer.zero_grad(set_to_none=True)
-    loss = 0.0
-    for tokens, mask in group:
+    for batch, tokens, mask in group:
         with autocast(args):
-            summed = batch_loss(draft, model, tokens, mask, meter, loss_weights(args), 1 / max(1, labelled))
-        loss += summed / max(1, labelled)
+            hidden = cache.states(model, batch, tokens) if cache else None
+            loss = batch_loss(draft, model, tokens, mask, meter, loss_weights(args), 1 / labelled, hidden)
+        sums[0] += loss / labelled
+    for parameter in draft.parameters():                    # one that had no part in this batch is summed all the same
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    loss = sums[:1]
+    over_processes(args, loss, *(parameter.grad for parameter in draft.parameters()), *vars(meter).values())
     norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0).item()
     for entry in optimizer.param_groups:
         entry["lr"] = learning_rate(step, args.steps, args.lr)
-    if labelled and math.isfinite(loss + norm):
+    if sums[1] and math.isfinite(loss.item() + norm):
         optimizer.step()
-    return (loss if math.isfinite(norm) else math.nan), labelled
+    return (loss.item() if math.isfinite(norm) else math.nan), int(sums[1].item())
 
 
 class Stop:
@@ -125,36 +146,52 @@ class Stop:
     def __call__(self, number, frame) -> None:
         self.asked = True
 
+    def agree(self, args) -> None:
+        """All processes stop after the same step."""
+        votes = torch.tensor([float(self.asked)], device=args.device_used)
+        over_processes(args, votes)
+        self.asked = votes.item() > 0
+
+
+def open_log(path: Path, step: int):
+    """The log up to `step`, open for more: what a killed run logged after its last save will come once more."""
+    lines = path.read_text("utf-8").splitlines()[:step] if path.exists() else []
+    path.write_text("".join(line + "\n" for line in lines), "utf-8")
+    return open(path, "a", encoding="utf-8")
+
 
 def train(args, draft: Chimera, model: Llama, samples: list, optimizer, step: int) -> bool:
     """Runs from `step` to args.steps -> whether it came to the end. Logs each step, saves every save_every steps."""
-    out, stop, skipped = Path(args.out), Stop(), Counter()
+    out, stop, skipped, first = Path(args.out), Stop(), Counter(), args.rank == 0
+    cache = HiddenCache(Path(args.hidden_cache), samples, model) if args.hidden_cache else None
     batches, meter, start, used = batches_from(samples, args, step), Meter(args.depth), time.time(), 0
-    bar = tqdm(total=args.steps, initial=step, desc="training", mininterval=1.0, dynamic_ncols=True)
-    with open(out / "log.jsonl", "a", encoding="utf-8") as log:
+    bar = tqdm(total=args.steps, initial=step, desc="training", mininterval=1.0, disable=not first, dynamic_ncols=True)
+    with open_log(out / "log.jsonl", step) if first else open(os.devnull, "w") as log:
         while step < args.steps and not stop.asked:
             one = Meter(args.depth)
-            loss, tokens = optimise(draft, model, batches, optimizer, args, step, one)
+            loss, tokens = optimise(draft, model, batches, optimizer, args, step, one, cache)
             skipped["loss not finite"] += not math.isfinite(loss)
             skipped["no labelled token"] += not tokens
             if skipped["loss not finite"] > MOST_BAD_STEPS:
                 raise ValueError(f"the loss was not finite {MOST_BAD_STEPS} times; use --dtype float32 or a lower --lr")
             step, used, meter = step + 1, used + tokens, meter.merge(one)
             rate, hits = used / (time.time() - start), [round(x, 3) for x in one.agreement(one.top1)]
-            log.write(json.dumps({"step": step, "loss": loss, "lr": optimizer.param_groups[0]["lr"], "tokens": tokens,
-                                  "tokens_per_s": round(rate), "agreement": hits}) + "\n")
+            lr = optimizer.param_groups[0]["lr"]
+            log.write(json.dumps({"step": step, "loss": loss, "lr": lr, "tokens": tokens, "tokens_per_s": round(rate),
+                                  "agreement": hits}) + "\n")
             bar.update()
             if step % 10 == 0:
                 shown = " ".join(f"{x:.2f}" for x in meter.agreement(meter.top1))
-                bar.set_postfix_str(f"loss {loss:.2f}, {rate:.0f} tok/s, agreement {shown}")
+                bar.set_postfix_str(f"loss {loss:.2f}, lr {lr:.1e}, {rate:.0f} tok/s, agreement {shown}")
                 meter = Meter(args.depth)
-            if step % args.save_every == 0 or step == args.steps or stop.asked:
+            stop.agree(args)
+            if first and (step % args.save_every == 0 or step == args.steps or stop.asked):
                 log.flush()
                 save(out, draft, optimizer, vars(args), step)
     bar.close()
-    for reason, count in skipped.items():
-        if count:
-            print(f"{count} steps skipped: {reason}")
+    for reason, times in skipped.items():
+        if times and first:
+            print(f"{times} steps skipped: {reason}")
     return step == args.steps
 
 
@@ -180,6 +217,8 @@ OPTIONS = {
     "depth_decay": dict(type=float, default=1.0, help="step k counts decay^(k-1)"),
     "held_out": dict(type=int, default=64, help="samples kept apart for the final measurement"),
     "chat": dict(default="auto", help=f"template for conversations: {', '.join(CHATS)}"),
+    "hidden_cache": dict(metavar="DIR", help="keep the target's hidden states there (memory-mapped), so that further "
+                         "epochs skip its forward"),
     "save_every": dict(type=int, default=200, help="optimiser steps between checkpoints"),
     "resume": dict(action="store_true", help="continue the run in --out, with its own settings"),
     "seed": dict(type=int, default=0, help="of the order of the data, and of drawn answers"),
@@ -252,6 +291,28 @@ def split_samples(args, model: Llama, tok, chat: str) -> tuple[list, list]:
     return samples, held_out
 
 
+def processes(args) -> None:
+    """Joins the processes of a torchrun, if there are any: args.rank of args.world, each with its own GPU."""
+    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if args.world > 1:
+        if args.device_used == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl" if args.device_used == "cuda" else "gloo")
+        if args.rank:
+            sys.stdout = open(os.devnull, "w")              # rank 0 speaks for all
+
+
+def memory_estimate(draft: Chimera, target: LlamaConfig, target_bytes: int, args) -> dict[str, float]:
+    """GB by part, before anything is allocated for training: a guide, not a measurement."""
+    own = sum(p.numel() for p in draft.parameters())
+    B, T, D, K = args.batch_size, args.max_length, target.hidden_size, args.depth
+    scores = 3 * K * B * target.num_attention_heads * T * T * 4                 # kept for the backward pass
+    states = (K + 1) * B * T * (12 * D + 4 * target.intermediate_size) * (4 if args.dtype_used == "float32" else 2)
+    logits = CHUNK * (4 * target.vocab_size + 20 * (args.draft_vocab or target.vocab_size))
+    parts = {"target": target_bytes, "draft and AdamW (16 bytes a weight)": 16 * own, "batch": scores + states + logits}
+    return {name: size / 1e9 for name, size in parts.items()} | {"in all": sum(parts.values()) / 1e9}
+
+
 def main() -> None:
     args, state = parse_args(), None
     if args.resume:
@@ -260,27 +321,36 @@ def main() -> None:
             return print(f"the run in {args.out} is finished ({args.steps} steps)")
     else:
         check(args)
-    device = choose_device(args.device)
-    model, tok = load_target(args.ckpt, device, args.dtype)
-    args.device_used, args.dtype_used = device.type, str(model.embed.weight.dtype).removeprefix("torch.")
+    args.device_used = choose_device(args.device).type
+    processes(args)
+    model, tok = load_target(args.ckpt, torch.device(args.device_used), args.dtype)
+    args.dtype_used = str(model.embed.weight.dtype).removeprefix("torch.")
     chat = choose_chat(args.chat, tok)
     if args.distill:
         return distill(model, tok, chat, args)
     samples, held_out = split_samples(args, model, tok, chat)
-    args.steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch_size / args.grad_accum)
+    args.steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch_size / args.grad_accum / args.world)
     print("settings:", json.dumps(vars(args)))
     draft = new_draft(args, model, samples)
+    target_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    parts = memory_estimate(draft, model.config, target_bytes, args)
+    print("memory, about:", ", ".join(f"{name} {size:.1f} GB" for name, size in parts.items()))
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
     if state:
         draft.load_state_dict(state["draft"])
         optimizer.load_state_dict(state["optimizer"])
-    else:
+    elif args.rank == 0:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         save(Path(args.out), draft, optimizer, vars(args), 0)       # shows at once whether --out can be written
     if not train(args, draft, model, samples, optimizer, state["step"] if state else 0):
         return print(f"stopped and saved; continue with: python train.py --out {args.out} --resume")
-    print(f"held out ({len(held_out)} samples):\n{report(evaluate(draft, model, held_out, args))}")
-    print(f"draft in {args.out}; try: python sample.py --ckpt {args.ckpt} --draft {args.out} --compare")
+    if args.world > 1:
+        torch.distributed.destroy_process_group()
+    if args.rank == 0:
+        rows = [json.loads(line) for line in Path(args.out, "log.jsonl").read_text().splitlines()]
+        training_chart(rows, Path(args.out))
+        print(f"held out ({len(held_out)} samples):\n{report(evaluate(draft, model, held_out, args))}")
+        print(f"draft in {args.out}; try: python sample.py --ckpt {args.ckpt} --draft {args.out} --compare")
 
 
 if __name__ == "__main__":

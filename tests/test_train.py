@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from safetensors import safe_open
 import common
 import loss
 import train
-from data import collate
+from data import HiddenCache, collate
 from distill import answer_batch
-from draft import Chimera
+from draft import Chimera, ChimeraConfig
 from loss import Meter, Weights, batch_loss
+from model import Llama, LlamaConfig
 from train import learning_rate
 
 ROOT = Path(train.__file__).parent
@@ -33,7 +35,7 @@ def arguments(**changes):
     """train.py's own defaults, changed."""
     sys.argv = ["train.py", "--out", "out", "--steps", "20"]
     args = train.parse_args()
-    vars(args).update({"device_used": "cpu", "dtype_used": "float32"} | changes)
+    vars(args).update({"device_used": "cpu", "dtype_used": "float32", "rank": 0, "world": 1} | changes)
     return args
 
 
@@ -182,7 +184,8 @@ def test_meter_agrees_with_a_count_by_hand(draft_vocab):
 
 def optimise(draft, model, batches, args, step: int = 0, optimizer=None) -> tuple[float, int]:
     optimizer = optimizer or torch.optim.AdamW(draft.parameters(), weight_decay=0.0)
-    return train.optimise(draft, model, iter(batches), optimizer, args, step, Meter(draft.config.depth))
+    batches = iter([(None, *batch) for batch in batches])
+    return train.optimise(draft, model, batches, optimizer, args, step, Meter(draft.config.depth))
 
 
 def test_micro_batches_add_up_to_the_big_batch():
@@ -252,7 +255,7 @@ def test_the_target_stays_as_it_is(dtype, tied):
     draft = train.new_draft(args, model, samples)
     start, optimizer = weights(draft), torch.optim.AdamW(draft.parameters(), lr=1e-2)
     for step in range(3):
-        train.optimise(draft, model, iter([random_batch()]), optimizer, args, step, Meter(5))
+        train.optimise(draft, model, iter([(None, *random_batch())]), optimizer, args, step, Meter(5))
     assert any((p != start[name]).any() for name, p in draft.named_parameters())
     assert digest(model) == before
     assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
@@ -368,6 +371,9 @@ def test_killed_runs_resume_bit_for_bit(tmp_path, tiny_run):
     assert cli("--resume", "--out", out) == 0
     assert cli(*options, "--out", tmp_path / "straight") == 0
     assert_same_run(out, tmp_path / "straight")
+    logs = [[json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+            for folder in (out, tmp_path / "straight")]
+    assert [(row["step"], row["loss"]) for row in logs[0]] == [(row["step"], row["loss"]) for row in logs[1]]
 
 
 def step_of(out: Path) -> int:
@@ -486,3 +492,70 @@ def test_a_draft_is_never_overwritten(tmp_path, tiny_run, capsys):
     assert cli(*tiny_run, "--out", tmp_path / "run") == 1
     assert "already holds a draft" in capsys.readouterr().err
     assert (tmp_path / "run/model.safetensors").read_bytes() == before
+
+
+# -- several processes, cached states, what is printed ----------------------------------------------------------------
+
+def losses(out) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_give_the_losses_of_one_at_the_same_global_batch(tmp_path, tiny_run):
+    assert cli(*tiny_run, "--grad_accum", 2, "--out", tmp_path / "one") == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29417"]
+    subprocess.run([*launch, Path(train.__file__), *map(str, tiny_run), "--out", tmp_path / "two"], check=True,
+                   capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    saved = [safe_open(tmp_path / name / "model.safetensors", "pt") for name in ("one", "two")]
+    assert saved[0].keys() == saved[1].keys()               # the draft alone, under its own names
+
+
+def test_cached_states_change_nothing_and_are_begun_anew_for_other_data(tmp_path, tiny_run, toy_checkpoint):
+    assert cli(*tiny_run, "--out", tmp_path / "plain") == 0
+    for out in ("first", "second"):                         # the second run reads what the first one wrote
+        assert cli(*tiny_run, "--hidden_cache", tmp_path / "states", "--out", tmp_path / out) == 0
+        assert losses(tmp_path / out) == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    model = Llama.from_pretrained(toy_checkpoint)
+    samples = [(torch.tensor(random_ids(n, 400)), torch.ones(n)) for n in (5, 7)]
+    cache = HiddenCache(tmp_path / "states", samples, model)
+    assert not cache.present.any()
+    batch, (tokens, _) = [1, 0], collate(samples[::-1])
+    fresh, read = cache.states(model, batch, tokens), cache.states(model, batch, tokens)
+    assert torch.equal(fresh[0], read[0]) and torch.equal(fresh[1, :5], read[1, :5])
+
+
+def test_the_state_loss_is_smooth_l1_to_the_targets_states():
+    model, (tokens, labelled) = tiny_llama(), random_batch()
+    draft, hidden = tiny_draft(model), model.hidden_states(tokens)
+    base, more = (batch_loss(draft, model, tokens, labelled, Meter(3), Weights(state=w)) for w in (0.0, 2.0))
+    wanted = 0.0
+    for k, state in enumerate(draft(tokens, hidden), 1):
+        apart = F.smooth_l1_loss(state[:, :-1], hidden[:, k:-1], reduction="none").mean(-1)
+        wanted += 2.0 * (apart * labelled[:, k:-1]).sum().item()
+    assert more - base == pytest.approx(wanted, rel=1e-4)
+
+
+def test_later_steps_can_count_less():
+    model, (tokens, labelled) = tiny_llama(), random_batch()
+    meters = [Meter(3), Meter(3)]
+    for meter, decay in zip(meters, (1.0, 0.5)):
+        batch_loss(tiny_draft(model), model, tokens, labelled, meter, Weights(decay=decay))
+    assert torch.allclose(meters[1].loss, meters[0].loss * torch.tensor([1, 0.5, 0.25]))
+
+
+def test_a_7b_target_with_light_heads_fits_24_gb():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig()).to(torch.bfloat16)
+        draft = Chimera(ChimeraConfig(depth=4), model)
+    args = arguments(batch_size=1, max_length=1024, depth=4, dtype_used="bfloat16")
+    parts = train.memory_estimate(draft, model.config, 2 * sum(p.numel() for p in model.parameters()), args)
+    assert 13 < parts["target"] < 14 and parts["in all"] == pytest.approx(sum(parts.values()) / 2)
+    assert parts["in all"] < 24
+
+
+def test_a_run_leaves_a_log_line_a_step_and_charts(tmp_path, tiny_run):
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    for name in ("loss.svg", "agreement.svg"):
+        assert ElementTree.parse(tmp_path / "run" / name).getroot().tag.endswith("svg")
