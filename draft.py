@@ -78,6 +78,10 @@ class Chimera(nn.Module):
         e = e * (trigrams >= 0).unsqueeze(-1)               # missing neighbours are zero vectors (unigram, bigram)
         return self.trigram_out(F.silu(self.trigram_in(e.flatten(-2))))
 
+    def context(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's states [B, T, D] that the block may attend to: all (an ablation leaves them out)."""
+        return hidden
+
     def head_input(self, step: int, h: torch.Tensor, hhat: torch.Tensor) -> torch.Tensor:
         """Residual path: the last verified target state h and hhat, [..., D] each -> what head_logits reads."""
         both = torch.cat((h, hhat), -1)
@@ -102,7 +106,8 @@ class Chimera(nn.Module):
         hidden = hidden.to(self.norm.weight.dtype)
         z = self.encode(trigrams_of(tokens))                                    # [B, T, D]
         q_z, k_z, v_z = self.block.project(z, *rope(slice(0, T)))               # z_j is the same whichever step uses it
-        _, k_h, v_h = self.block.project(hidden, *rope(slice(0, T)))
+        context = self.context(hidden)
+        _, k_h, v_h = self.block.project(context, *rope(slice(0, context.shape[1])))
         own, states = [], []                                                    # own: keys and values of hhat, per step
         for k in range(1, min(self.config.depth, T - 1) + 1):
             L = T - k
@@ -112,6 +117,10 @@ class Chimera(nn.Module):
             own.append(self.block.project(hhat, *rope(slice(k, T)))[1:])
             states.append(self.head_input(k - 1, hidden[:, :L], hhat))
         return states
+
+    def new_state(self, rows: int) -> "ChimeraState":
+        """The state of one text in decoding, with room for `rows` positions."""
+        return ChimeraState(self, rows)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -161,14 +170,14 @@ def attend_diagonal(q, k, v, diagonal: list) -> torch.Tensor:
 
     One softmax over both parts: what a row of the decoding cache sees, written for all positions at once.
     """
-    L, E = q.shape[2:]
+    L, S, E = q.shape[2], k.shape[2], q.shape[3]                                                # S = L, or 0
     q = q.unflatten(1, (k.shape[1], -1)) * E ** -0.5                                            # [B, G, H/G, L, E]
     own_k, own_v = (torch.stack(pair, 3).unsqueeze(2) for pair in zip(*diagonal))               # [B, G, 1, L, k, E]
-    far = q @ k.unsqueeze(2).transpose(-1, -2)                                                  # [B, G, H/G, L, L]
-    far = far.masked_fill(~torch.ones(L, L, dtype=torch.bool, device=q.device).tril(), float("-inf"))
+    far = q @ k.unsqueeze(2).transpose(-1, -2)                                                  # [B, G, H/G, L, S]
+    far = far.masked_fill(~torch.ones(L, S, dtype=torch.bool, device=q.device).tril(), float("-inf"))
     near = (own_k @ q.unsqueeze(-1)).squeeze(-1)                                                # [B, G, H/G, L, k]
     weights = torch.cat((far, near), -1).softmax(-1, dtype=torch.float32).to(v.dtype)
-    out = weights[..., :L] @ v.unsqueeze(2) + (weights[..., None, L:] @ own_v).squeeze(-2)
+    out = weights[..., :S] @ v.unsqueeze(2) + (weights[..., None, S:] @ own_v).squeeze(-2)
     return out.flatten(1, 2)
 
 

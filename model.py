@@ -140,7 +140,7 @@ class Block(nn.Module):
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
         """x [B, T, D] -> q [B, H, T, E], k and v [B, G, T, E], q and k rotated."""
         B, T, _ = x.shape
-        qkv = self.qkv_proj(self.input_norm(x)).view(B, T, -1, self.head_dim)   # [B, T, H + 2G, E]
+        qkv = self.qkv_proj(self.input_norm(x)).view(B, T, self.heads + 2 * self.groups, self.head_dim)
         qk = rotate(qkv[:, :, :self.heads + self.groups], cos, sin).transpose(1, 2)
         return qk[:, :self.heads], qk[:, self.heads:], qkv[:, :, self.heads + self.groups:].transpose(1, 2)
 

@@ -195,7 +195,7 @@ class Cache:
         if self.owner is None:
             self.owner, self.kv = (model, draft), model.new_cache(rows)
             if draft is not None:
-                self.drafter = (LlamaState if isinstance(draft, Llama) else ChimeraState)(draft, rows)
+                self.drafter = LlamaState(draft, rows) if isinstance(draft, Llama) else draft.new_state(rows)
         for state in (self.kv, self.drafter and self.drafter.cache):
             if state is not None:
                 state.reserve(rows)

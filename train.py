@@ -270,11 +270,11 @@ def load_run(out: str) -> tuple[dict, argparse.Namespace]:
     return state, argparse.Namespace(**settings | {"out": out, "resume": True, "dtype": settings["dtype_used"]})
 
 
-def new_draft(args, model: Llama, samples: list) -> Chimera:
+def new_draft(args, model: Llama, samples: list, cls: type[Chimera] = Chimera) -> Chimera:
     size = min(args.draft_vocab, model.config.vocab_size - 1)
     ids = frequent_ids(samples, size, model.config.vocab_size).to(model.embed.weight.device) if size else None
     torch.manual_seed(args.seed)
-    draft = Chimera(ChimeraConfig(depth=args.depth, heads=args.heads, draft_vocab=size), model, ids)
+    draft = cls(ChimeraConfig(depth=args.depth, heads=args.heads, draft_vocab=size), model, ids)
     return draft.float()                        # float32 master weights, whatever the target's dtype
 
 

@@ -1,0 +1,141 @@
+"""What each part of the draft is worth: trains one draft per arm, all for the same number of steps, and measures them.
+
+    python ablation.py --ckpt assets/stories --data answers.jsonl --raw stories.txt.gz --out out/ablation
+
+Each arm is the default draft with one thing changed (the table of the Chimera paper, and ours). Figures: top-1 agreement
+per depth on held-out samples, tau and speedup of a greedy chain on held-out openings (bench.py). A finished arm is not
+trained again, so the loop can be stopped and started; the last thing printed is the table.
+"""
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+import bench
+import train
+from common import choose_chat, load_target, run
+from draft import Chimera, ChimeraState
+from sample import STORIES
+
+
+class WithoutTrigram(Chimera):
+    """z sees the newest token only."""
+    def encode(self, trigrams):
+        return super().encode(torch.cat((torch.full_like(trigrams[..., :2], -1), trigrams[..., 2:]), -1))
+
+
+class WithoutContext(Chimera):
+    """The block attends to the draft's own outputs, not to the target's states."""
+    def context(self, hidden):
+        return hidden[:, :0]
+
+    def new_state(self, rows):
+        return NoContextState(self, rows)
+
+
+class NoContextState(ChimeraState):
+    def observe(self, tokens, hidden):
+        self.cache.length, self.known, self.newest = 0, hidden[:0], hidden[-1:]
+        self.length += len(hidden)
+
+
+class WithoutResidual(Chimera):
+    """The heads read hhat alone."""
+    def head_input(self, step, h, hhat):
+        return super().head_input(step, torch.zeros_like(h), hhat)
+
+
+class HeadsAlone(Chimera):
+    """No encoder, no block: each head reads the target's last state, as Medusa's do."""
+    def forward(self, tokens, hidden):
+        hidden, T = hidden.to(self.norm.weight.dtype), tokens.shape[1]
+        return [self.head_input(k, hidden[:, :T - k - 1], torch.zeros_like(hidden[:, :T - k - 1]))
+                for k in range(min(self.config.depth, T - 1))]
+
+    def new_state(self, rows):
+        return HeadsAloneState(self, rows)
+
+
+class HeadsAloneState(ChimeraState):
+    def step(self, depth, trigrams, offsets, mask):
+        h = self.newest.expand(len(trigrams), -1)
+        return self.draft.head_logits(depth, self.draft.head_input(depth, h, torch.zeros_like(h)))
+
+
+ARMS = {                        # name: (class, changed settings)
+    "default (K = 5, light heads, KL)": (Chimera, {}),
+    "without trigram": (WithoutTrigram, {}),
+    "without context": (WithoutContext, {}),
+    "without residual": (WithoutResidual, {}),
+    "heads alone (Medusa-like)": (HeadsAlone, {}),
+    "cross-entropy only": (Chimera, {"kl": 0.0}),
+    "with state loss": (Chimera, {"state_loss": 1.0}),
+    "later steps count less (0.8)": (Chimera, {"depth_decay": 0.8}),
+    "full heads": (Chimera, {"heads": "full"}),
+    "draft vocabulary 1024": (Chimera, {"draft_vocab": 1024}),
+    "K = 3": (Chimera, {"depth": 3}),
+    "K = 4": (Chimera, {"depth": 4}),
+    "K = 6": (Chimera, {"depth": 6}),
+    "raw stories instead of its own": (Chimera, {"data": "raw"}),
+}
+
+
+def one_arm(name: str, model, tok, chat: str, base: argparse.Namespace, options) -> dict:
+    """Trains and measures one arm -> its row; the draft stays in base.out/<number>."""
+    cls, changed = ARMS[name]
+    args = argparse.Namespace(**vars(base) | changed)
+    args.data = options.raw if args.data == "raw" else options.data
+    args.out = str(Path(options.out) / str(list(ARMS).index(name)))
+    _, held_out = train.split_samples(argparse.Namespace(**vars(args) | {"data": options.data}), model, tok, chat)
+    samples, _ = train.split_samples(args, model, tok, chat)
+    draft = train.new_draft(args, model, samples, cls)
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
+    train.train(args, draft, model, samples, optimizer, 0)
+    meter = train.evaluate(draft, model, held_out, args)
+    return {"agreement": meter.agreement(meter.top1), "top5": meter.agreement(meter.top5)}
+
+
+def decode_arm(name: str, model, tok, options) -> dict:
+    """Greedy chains on the held-out openings, beside plain decoding -> tau, speedup."""
+    draft = ARMS[name][0].from_pretrained(Path(options.out) / str(list(ARMS).index(name)), model)
+    settings = argparse.Namespace(max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0,
+                                  tree=f"chain:{draft.config.depth}")
+    prompts = [(category, tok.encode(text)) for category, text in bench.read_prompts(bench.OPENINGS, options.prompts)]
+    figures = bench.measure(model, tok, draft, prompts, settings)["all"]
+    return {key: figures[key] for key in ("tau", "speedup", "identical")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", default=str(STORIES))
+    parser.add_argument("--data", nargs="+", required=True, help="the target's own texts")
+    parser.add_argument("--raw", nargs="+", required=True, help="texts of somebody else")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--prompts", type=int, default=20, help="held-out openings per arm")
+    options = parser.parse_args()
+    base = argparse.Namespace(**{name: keywords.get("default", False) for name, keywords in train.OPTIONS.items()})
+    vars(base).update(data=options.data, steps=options.steps, save_every=options.steps, lr=3e-3, dtype_used="bfloat16",
+                      device_used="cpu", rank=0, world=1, hidden_cache=None)
+    device, rows_file = torch.device("cpu"), Path(options.out) / "rows.json"
+    model, tok = load_target(options.ckpt, device, "bfloat16")
+    fast, _ = load_target(options.ckpt, device, "float32")              # in which the small storyteller decodes
+    chat = choose_chat("auto", tok)
+    rows = json.loads(rows_file.read_text()) if rows_file.exists() else {}
+    rows_file.parent.mkdir(parents=True, exist_ok=True)
+    for name in ARMS:
+        if name not in rows:
+            rows[name] = one_arm(name, model, tok, chat, base, options)
+            rows_file.write_text(json.dumps(rows, indent=1))
+    print("| arm | agreement by depth | tau | speedup |\n|---|---|---|---|")
+    for name, row in rows.items():
+        row |= decode_arm(name, fast, tok, options)
+        agreement = " ".join(f"{a:.3f}"[1:] for a in row["agreement"])
+        print(f"| {name} | {agreement} | {row['tau']:.2f} | {row['speedup']:.2f} |", flush=True)
+    rows_file.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,44 @@
+"""ablation.py: each arm leaves out what it says, in training and in decoding alike, and stays lossless."""
+import pytest
+import torch
+from helpers import random_ids, randomise, tiny_llama
+
+from ablation import ARMS, HeadsAlone, WithoutContext
+from draft import ChimeraConfig
+from speculative import generate
+
+MODEL = tiny_llama()
+CLASSES = sorted({cls for cls, _ in ARMS.values()}, key=lambda cls: cls.__name__)
+
+
+def arm(cls):
+    draft = cls(ChimeraConfig(depth=4), MODEL)
+    randomise(draft, 1)
+    return draft.requires_grad_(False)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_training_and_decoding_compute_the_same(cls):
+    draft, ids = arm(cls), random_ids(12)
+    tokens = torch.tensor([ids])
+    states, state = draft(tokens, MODEL.hidden_states(tokens)), draft.new_state(40)
+    state.observe(ids[:6], MODEL.hidden_states(tokens)[0, :6])
+    for k in range(4):
+        trigram = torch.tensor([ids[4 + k:7 + k]])
+        found = state.step(k, trigram, torch.tensor([k - 1, k]), None)
+        assert torch.allclose(found[0], draft.head_logits(k, states[k][0, 5]), atol=1e-4)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_arm_gives_the_plain_text(cls):
+    plain = [i for p in generate(MODEL, [5], max_new_tokens=20) for i in p]
+    assert [i for p in generate(MODEL, [5], arm(cls), "chain:4", 20) for i in p] == plain
+
+
+def test_without_context_no_earlier_state_matters():
+    ids = torch.tensor([random_ids(12)])
+    hidden = MODEL.hidden_states(ids)
+    changed = torch.cat((hidden[:, :5] + 1, hidden[:, 5:]), 1)
+    for cls, same in ((WithoutContext, True), (HeadsAlone, True), (ARMS["K = 4"][0], False)):
+        a, b = (arm(cls)(ids, h)[0][0, 6] for h in (hidden, changed))
+        assert torch.allclose(a, b) is same
