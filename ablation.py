@@ -2,8 +2,8 @@
 
     python ablation.py --ckpt assets/stories --data answers.jsonl --raw stories.txt.gz --out out/ablation
 
-Each arm is the default draft with one thing changed (the table of the Chimera paper, and ours). Figures: top-1 agreement
-per depth on held-out samples, tau and speedup of a greedy chain on held-out openings (bench.py). A finished arm is not
+Each arm is the default draft with one thing changed (as in the paper, and more). Figures: top-1 agreement
+by depth on held-out samples, tau and speedup of a greedy chain on held-out openings (bench.py). A finished arm is not
 trained again, so the loop can be stopped and started; the last thing printed is the table.
 """
 import argparse

@@ -67,13 +67,13 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
     seen, top1, top5 = torch.zeros(3, draft.config.depth, *tokens.shape, dtype=torch.bool, device=tokens.device)
     total = torch.zeros(draft.config.depth, device=tokens.device)
     for b, j in zip(*(index.split(CHUNK) for index in labelled.nonzero(as_tuple=True))):
-        p, label, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1])
+        p, certainty, label, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1])
         for k, leaf in enumerate(leaves, 1):
             has = j >= k                                                        # else the text is too short on the left
             at = (k - 1, b[has], j[has] - k)
             with torch.set_grad_enabled(scale is not None):
-                logq = draft.head_logits(k - 1, leaf[at[1], at[2]]).float().log_softmax(-1)     # [C, W]
-                loss = position_loss(logq, p[has], label[has], weights.kl).sum()
+                logits = draft.head_logits(k - 1, leaf[at[1], at[2]]).float()                   # [C, W]
+                loss = position_loss(logits, p[has], label[has], weights.kl, certainty[has]).sum()
                 if weights.state:
                     wanted = hidden[b[has], j[has]].float()
                     apart = F.smooth_l1_loss(leaf[at[1], at[2]].float(), wanted, reduction="none").mean(-1)
@@ -81,7 +81,7 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
                 loss = loss * weights.decay ** (k - 1)
             if scale is not None:
                 (scale * loss).backward()
-            top = logq.detach().topk(min(5, logq.shape[-1])).indices == best[has, None]     # [C, 5]
+            top = logits.detach().topk(min(5, logits.shape[-1])).indices == best[has, None]     # [C, 5]
             seen[at], top1[at], top5[at] = True, top[:, 0], top.any(-1)
             total[k - 1] += loss.detach()
     if scale is not None and labelled.any():
@@ -92,17 +92,25 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
 
 @torch.no_grad()
 def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, label: torch.Tensor):
-    """hidden [C, D], next tokens [C] -> (p over the draft's vocabulary [C, W]; label, argmax of p as places in it)."""
+    """hidden [C, D], next tokens [C] -> p over the draft's vocabulary [C, W], sum p log p [C], and as places in that
+    vocabulary (-1: not in it) the labels and the target's argmax [C]."""
     logits = model.lm_head(hidden)                                              # [C, V]
     best, ids = logits.argmax(-1), draft.vocab_ids
-    if ids is None:
-        return logits.softmax(-1, dtype=torch.float32), label, best
-    place = torch.full((logits.shape[1],), -1, device=ids.device)
-    place[ids] = torch.arange(len(ids), device=ids.device)
-    return logits[:, ids].softmax(-1, dtype=torch.float32), place[label], place[best]
+    if ids is not None:
+        place = torch.full((logits.shape[1],), -1, device=ids.device)
+        place[ids] = torch.arange(len(ids), device=ids.device)
+        logits, label, best = logits[:, ids], place[label], place[best]
+    p = logits.softmax(-1, dtype=torch.float32)
+    return p, torch.xlogy(p, p).sum(-1), label, best
 
 
-def position_loss(logq: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl: float) -> torch.Tensor:
-    """[C, W], [C, W], [C] -> [C]: cross-entropy (none for a label outside the vocabulary) + kl * KL(p || q)."""
-    loss = -logq.gather(-1, label.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (label >= 0)
-    return loss + kl * ((p.clamp(min=1e-30).log() * p).sum(-1) - (p * logq).sum(-1)) if kl else loss
+def position_loss(logits: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl: float, certainty: torch.Tensor):
+    """logits of q [C, W], p [C, W], label [C], sum p log p [C] -> [C]: cross-entropy + kl * KL(p || q).
+
+    Written with log q = logits - logsumexp, which saves several passes over [C, W]. A label outside the draft's
+    vocabulary has no cross-entropy.
+    """
+    known = (label >= 0).float()
+    chosen = logits.gather(-1, label.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    loss = (known + kl) * logits.logsumexp(-1) - known * chosen
+    return loss + kl * (certainty - (p * logits).sum(-1)) if kl else loss

@@ -57,9 +57,15 @@ def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None) -> Result
     return result
 
 
-def printer(stream: TextStream, color: bool):
-    """show() for decode(): writes each pass; with color the accepted draft tokens are green, the target's own plain."""
+def printer(stream: TextStream, color: bool, opening: str = ""):
+    """show() for decode(): writes each pass; with color the accepted draft tokens are green, the target's own plain.
+
+    The opening that the text goes on from is shown in front of it, on standard error.
+    """
+    openings = [opening]
+
     def show(ids: list[int]) -> None:
+        print(openings.pop() if openings else "", end="", file=sys.stderr, flush=True)
         drafted, own = stream.push(ids[:-1]), stream.push(ids[-1:])
         sys.stdout.write((f"{GREEN}{drafted}{RESET}" if color and drafted else drafted) + own)
         sys.stdout.flush()
@@ -126,6 +132,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.draft = args.draft or ("none" if args.ckpt else str(DRAFT))
     args.ckpt = args.ckpt or str(STORIES)
+    if len(sys.argv) == 1:                                  # the first run shows everything
+        args.compare = args.color = True
     return args
 
 
@@ -166,7 +174,8 @@ def main() -> None:
         short = argparse.Namespace(**vars(args) | {"max_new_tokens": min(8, args.max_new_tokens)})
         decode(model, prompt, draft, short, tok.eos_ids), decode(model, prompt, None, short, tok.eos_ids)
     stream = TextStream(tok, prompt)
-    result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color))
+    opening = text if chat == "none" else ""
+    result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color, opening))
     print(stream.push([], last=True), flush=True)
     say(f"stopped: {stop_reason(result, args, tok.eos_ids)}")
     say(describe("with the draft" if draft else "plain", result))
