@@ -36,7 +36,7 @@ class WithoutContext(Chimera):
 
 class NoContextState(ChimeraState):
     def observe(self, tokens, hidden):
-        self.cache.length, self.known, self.newest = 0, hidden[:0], hidden[-1:]
+        self.cache.length, self.pending, self.newest = 0, hidden[:0], hidden[-1:]
         self.length += len(hidden)
 
 
@@ -58,6 +58,9 @@ class HeadsAlone(Chimera):
 
 
 class HeadsAloneState(ChimeraState):
+    def observe(self, tokens, hidden):
+        self.newest, self.length = hidden[-1:], self.length + len(hidden)
+
     def step(self, depth, trigrams, offsets, mask):
         h = self.newest.expand(len(trigrams), -1)
         return self.draft.head_logits(depth, self.draft.head_input(depth, h, torch.zeros_like(h)))
@@ -82,7 +85,7 @@ ARMS = {                        # name: (class, changed settings)
 
 
 def one_arm(name: str, model, tok, chat: str, base: argparse.Namespace, options) -> dict:
-    """Trains and measures one arm -> its row; the draft stays in base.out/<number>."""
+    """Trains and measures one arm -> its row; the draft stays in options.out/<number>."""
     cls, changed = ARMS[name]
     args = argparse.Namespace(**vars(base) | changed)
     args.data = options.raw if args.data == "raw" else options.data
@@ -92,7 +95,8 @@ def one_arm(name: str, model, tok, chat: str, base: argparse.Namespace, options)
     draft = train.new_draft(args, model, samples, cls)
     Path(args.out).mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
-    train.train(args, draft, model, samples, optimizer, 0)
+    if not train.train(args, draft, model, samples, optimizer, 0):
+        raise KeyboardInterrupt                             # half an arm is no row
     meter = train.evaluate(draft, model, held_out, args)
     return {"agreement": meter.agreement(meter.top1), "top5": meter.agreement(meter.top5)}
 

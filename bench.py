@@ -20,15 +20,16 @@ OPENINGS = Path(__file__).parent / "assets" / "openings.txt"
 
 def read_prompts(path: Path, count: int) -> list[tuple[str, str]]:
     """Spec-Bench rows (`turns`, `category`: first turns) or plain lines -> (category, prompt), categories in turn."""
-    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     groups = defaultdict(list)
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         category, prompt = "all", line
+        if not line.strip():
+            continue
         if path.suffix == ".jsonl":
             try:
                 row = json.loads(line)
                 category, prompt = row.get("category", "all"), row["turns"][0]
-            except (ValueError, KeyError, IndexError, AttributeError):
+            except (ValueError, KeyError, IndexError, AttributeError, TypeError):
                 raise ValueError(f"{path} line {number} has no \"turns\"; give Spec-Bench form or a .txt") from None
         groups[category].append((category, prompt))
     rows = [row for place in range(max(map(len, groups.values()), default=0))
@@ -58,20 +59,26 @@ class Side:
     def speed(self) -> float:
         return self.tokens / max(1e-9, self.seconds)
 
+    def whole(self, prompts: int) -> float:
+        """Seconds per token with the prefill and the first tokens."""
+        return self.total / (self.tokens + prompts)
+
     @property
     def tau(self) -> float:
         return self.committed / max(1, self.passes)
 
 
 def figures(plain: Side, spec: Side, identical: list[bool]) -> dict:
-    speedup = spec.speed / max(1e-9, plain.speed)
+    if not plain.passes or not spec.passes:
+        raise ValueError("no prompt got a second token, so there is no speed to compare; raise --max_new_tokens")
+    speedup, count = spec.speed / max(1e-9, plain.speed), len(identical)
     return {"plain_tok_s": round(plain.speed, 2), "spec_tok_s": round(spec.speed, 2), "speedup": round(speedup, 3),
             "tau": round(spec.tau, 3), "efficiency": round(speedup / spec.tau, 3),
             "accept_by_depth": [round(spec.reached[k] / max(1, spec.passes), 3) for k in sorted(spec.reached)],
-            "end_to_end_speedup": round((plain.total / (plain.tokens + 1)) / (spec.total / (spec.tokens + 1)), 3),
-            "plain_first_token_s": round(plain.first / len(identical), 4),
-            "spec_first_token_s": round(spec.first / len(identical), 4),
-            "identical": f"{sum(identical)}/{len(identical)}", "prompts": len(identical), "tokens": spec.tokens}
+            "end_to_end_speedup": round(plain.whole(count) / spec.whole(count), 3),
+            "plain_first_token_s": round(plain.first / count, 4),
+            "spec_first_token_s": round(spec.first / count, 4),
+            "identical": f"{sum(identical)}/{count}", "prompts": count, "tokens": spec.tokens}
 
 
 def measure(model, tok, draft, prompts, args) -> dict[str, dict]:
@@ -97,7 +104,7 @@ OPTIONS = {
     "prompts": dict(default=str(OPENINGS), help="Spec-Bench form .jsonl (first turns), or text, one prompt a line"),
     "n": dict(type=int, default=20, help="prompts, spread evenly over the categories"),
     "chat": dict(default="auto", help=f"chat template: {', '.join(CHATS)}"),
-    "max_new_tokens": dict(type=int, default=128, help="tokens per prompt"),
+    "max_new_tokens": dict(type=int, default=128, help="tokens per prompt, at least 2"),
     "temperature": dict(type=float, default=0.0, help="0: greedy"),
     "top_k": dict(type=int, default=0, help="0: off"),
     "top_p": dict(type=float, default=1.0, help="1: off"),
@@ -125,6 +132,8 @@ def main() -> None:
         raise ValueError(f"{args.prompts} holds no prompt that leaves room for {args.max_new_tokens} tokens")
     if len(fitting) < len(prompts):
         print(f"{len(prompts) - len(fitting)} prompts left out: longer than {room} tokens")
+    if args.max_new_tokens < 2:
+        raise ValueError(f"--max_new_tokens must be 2 or more to measure a speed, not {args.max_new_tokens}")
     tree = args.tree or default_tree(draft, args.temperature)
     setting = {"ckpt": args.ckpt, "draft": args.draft, "device": device.type, "tree": tree,
                "dtype": str(model.embed.weight.dtype)[6:], "nodes": Tree.parse(tree).size,

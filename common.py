@@ -20,7 +20,7 @@ def choose_chat(name: str, tok: Tokenizer) -> str:
     """auto: chatml where the tokenizer has its control tokens, else none."""
     if name not in CHATS:
         raise ValueError(f"unknown chat template {name!r}; choose one of {', '.join(CHATS)}")
-    has = "<|im_start|>" in tok.special
+    has = {"<|im_start|>", "<|im_end|>"} <= tok.special.keys()
     if name == "chatml" and not has:
         raise ValueError("the chatml template needs <|im_start|>, which this tokenizer lacks; use --chat none")
     return ("chatml" if has else "none") if name == "auto" else name
@@ -69,7 +69,7 @@ class TextStream:
         before, now = self.tok.decode(self.ids[self.start:self.done]), self.tok.decode(self.ids[self.start:])
         if now.endswith("\ufffd") and not last:             # perhaps the first bytes of a character
             return ""
-        if len(now) > len(before):                          # else the window would hold no text to strip the space of
+        if len(now) > len(before):                          # the left context must hold text that really decoded
             self.start = max(self.done - 8, self.start)
         self.done = len(self.ids)
         return now[len(before):]

@@ -22,8 +22,8 @@ def read_records(path: Path, skipped: Counter):
     """Yields a text (str) per story of a .txt, a conversation (dict) per row of a .json or .jsonl; .gz of either."""
     try:
         yield from _read_records(path, skipped)
-    except (EOFError, UnicodeDecodeError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged or no UTF-8 text ({error}); fetch the file again") from None
+    except (EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged, or no UTF-8 text or JSON ({error}); fetch the file again") from None
 
 
 def _read_records(path: Path, skipped: Counter):
@@ -37,11 +37,13 @@ def _read_records(path: Path, skipped: Counter):
                 raise ValueError(f"{path}: a .json must hold a list of conversations")
             yield from (row if isinstance(row, dict) else {} for row in rows)
         elif kind == ".jsonl":
-            for line in file:
+            for line in filter(str.strip, file):
                 try:
-                    yield row if isinstance(row := json.loads(line), dict) else {}
+                    row = json.loads(line)
                 except ValueError:
                     skipped["line is not JSON"] += 1
+                    continue
+                yield row if isinstance(row, dict) else {}
         else:
             raise ValueError(f"{path}: data must be .txt, .json or .jsonl, or one of them with .gz")
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from common import chat_prompt
 from data import read_records, turns_of
 from model import Llama, Tokenizer, additive_mask
+from speculative import NON_FINITE
 
 
 def load_prompts(paths: list[str], tok: Tokenizer, chat: str, seed: int) -> list[dict]:
@@ -33,6 +34,8 @@ def load_prompts(paths: list[str], tok: Tokenizer, chat: str, seed: int) -> list
             else:
                 row |= {"prompt": chat_prompt(tok, chat, turns[:1]), "turn": turns[0]}
             prompts.append(row | {"temperature": float(len(prompts) % 2)})
+    for reason, count in skipped.items():
+        print(f"prompts: {count} rows skipped: {reason}")
     return prompts
 
 
@@ -55,6 +58,8 @@ def answer_batch(model: Llama, prompts: list[list[int]], temperatures: list[floa
     stop, done = torch.tensor(sorted(eos_ids), device=device), torch.zeros(B, dtype=torch.bool, device=device)
     for new in range(max_new_tokens):
         logits = model.lm_head(hidden).float()                                                  # [B, V]
+        if not torch.isfinite(hidden).all():
+            raise ValueError(NON_FINITE)
         noise = torch.empty(logits.shape).exponential_(generator=generator).to(device).log()
         chosen = (logits - scale * noise).argmax(-1, keepdim=True)              # Gumbel: a draw at temperature 1
         answers = torch.cat((answers, chosen), 1)

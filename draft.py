@@ -28,7 +28,7 @@ from model import Block, KVCache, Llama, attend, open_safetensors, read_json
 class ChimeraConfig:
     """What a draft is besides its target's shapes."""
     depth: int = 4                  # K: steps, and so the deepest tree it can draft
-    heads: str = "light"            # light: lm_head(R_k [h; hhat]) with the target's lm_head; full: Linear_k(2D -> V)
+    heads: str = "light"            # light: lm_head(R_k [h; hhat]) with the target's lm_head; full: Linear_k(2D -> W)
     draft_vocab: int = 0            # W: how many token ids the draft can propose; 0: all
     greedy_tree: str = ""           # default tree at temperature 0, and above it; "": a chain of `depth`
     sampled_tree: str = ""
@@ -170,7 +170,7 @@ def attend_diagonal(q, k, v, diagonal: list) -> torch.Tensor:
 
     One softmax over both parts: what a row of the decoding cache sees, written for all positions at once.
     """
-    L, S, E = q.shape[2], k.shape[2], q.shape[3]                                                # S = L, or 0
+    L, S, E = q.shape[2], k.shape[2], q.shape[3]                                                # S is L or, left out, 0
     q = q.unflatten(1, (k.shape[1], -1)) * E ** -0.5                                            # [B, G, H/G, L, E]
     own_k, own_v = (torch.stack(pair, 3).unsqueeze(2) for pair in zip(*diagonal))               # [B, G, 1, L, k, E]
     far = q @ k.unsqueeze(2).transpose(-1, -2)                                                  # [B, G, H/G, L, S]
@@ -192,35 +192,37 @@ def fingerprint(model: Llama) -> int:
 # Decoding: one step for the nodes of one tree depth
 
 class ChimeraState:
-    """One text's draft state: keys and values of the target's states, behind them those of the nodes of this round.
+    """One text's draft state. `observe` takes the states that the target committed, `step` drafts one tree depth.
 
-    `observe` takes the states that the target committed; `step` drafts one depth; the next `observe` drops the drafted.
+    Rows of the cache at depth d: h_0..h_{n-1} | hhat of the nodes expanded at depths 0..d-1 | z of depth d. Only a z
+    itself sees its row; the next step writes its node's hhat over it. The next `observe` drops all behind h_{n-1}.
     """
 
     def __init__(self, draft: Chimera, rows: int):
         self.draft, self.vocab_ids = draft, draft.vocab_ids
         self.cache = KVCache(1, draft.target, rows, draft.norm.weight)
-        self.known = draft.norm.weight.new_empty(0, draft.target.hidden_size)   # final states that are not in the cache
-        self.length = 0                                                         # n: committed states, those included
+        self.pending = draft.norm.weight.new_empty(0, draft.target.hidden_size) # committed h, not in the cache
+        self.above = self.pending                                               # hhat of the depth above
+        self.length = 0                                                         # n: committed, pending ones included
 
     def observe(self, tokens: list[int], hidden: torch.Tensor) -> None:
         """hidden [R, D]: the target's states of the newly committed positions (their tokens are not needed here)."""
-        waiting = self.known if self.cache.length < self.length else hidden[:0]     # else `known` is of drafted nodes
-        self.cache.length = self.length - len(waiting)
-        self.known, self.newest = torch.cat((waiting, hidden)), hidden[-1:]
+        self.cache.length = self.length - len(self.pending)
+        self.pending, self.newest = torch.cat((self.pending, hidden)), hidden[-1:]
         self.length += len(hidden)
 
     def step(self, depth: int, trigrams: torch.Tensor, offsets: torch.Tensor, mask) -> torch.Tensor:
         """Drafts the M nodes of one depth: trigrams [M, 3], offsets [R + M] (positions behind n) -> logits [M, W].
 
-        One pass projects the R rows known since the last step (target states at depth 0, then hhat of the depth above)
-        and the M new z. Only a z itself sees its key and value: the next step writes its node's hhat over them.
+        One pass projects the R rows that became known (pending h at depth 0, then hhat of the depth above) and M new z.
         """
-        draft, n, R = self.draft, self.length, len(self.known)
+        known = self.pending if depth == 0 else self.above
+        draft, n, R = self.draft, self.length, len(known)
         z = draft.encode(trigrams)                                                                  # [M, D]
         rope = draft.frozen["model"].rope(slice(n - R, n + 1) if depth == 0 else n + offsets)
-        q, k, v = draft.block.project(torch.cat((self.known, z))[None], *rope)
+        q, k, v = draft.block.project(torch.cat((known, z))[None], *rope)
         k, v = self.cache.write(0, k, v)                                                            # [1, G, S, E]
         self.cache.length += R
-        self.known = hhat = draft.norm(draft.block.finish(z[None], attend(q[:, :, R:], k, v, mask)))[0]
+        self.pending = self.pending[:0]
+        self.above = hhat = draft.norm(draft.block.finish(z[None], attend(q[:, :, R:], k, v, mask)))[0]
         return draft.head_logits(depth, draft.head_input(depth, self.newest.expand_as(hhat), hhat))

@@ -63,17 +63,18 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
             hidden = model.hidden_states(tokens)
     with torch.set_grad_enabled(scale is not None):
         states = draft(tokens, hidden)                                          # per step k [B, T-k, .]
+    # The graph is cut here: the gradients of the heads' inputs gather in leaf.grad, chunk by chunk.
     leaves = [s.detach().requires_grad_(scale is not None) for s in states]
     seen, top1, top5 = torch.zeros(3, draft.config.depth, *tokens.shape, dtype=torch.bool, device=tokens.device)
     total = torch.zeros(draft.config.depth, device=tokens.device)
     for b, j in zip(*(index.split(CHUNK) for index in labelled.nonzero(as_tuple=True))):
-        p, certainty, label, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1])
+        p, neg_entropy, label, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1])
         for k, leaf in enumerate(leaves, 1):
-            has = j >= k                                                        # else the text is too short on the left
+            has = j >= k                        # step k predicts token j+1 from position i = j - k, if there is one
             at = (k - 1, b[has], j[has] - k)
             with torch.set_grad_enabled(scale is not None):
                 logits = draft.head_logits(k - 1, leaf[at[1], at[2]]).float()                   # [C, W]
-                loss = position_loss(logits, p[has], label[has], weights.kl, certainty[has]).sum()
+                loss = position_loss(logits, p[has], label[has], weights.kl, neg_entropy[has]).sum()
                 if weights.state:
                     wanted = hidden[b[has], j[has]].float()
                     apart = F.smooth_l1_loss(leaf[at[1], at[2]].float(), wanted, reduction="none").mean(-1)
@@ -104,7 +105,7 @@ def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, labe
     return p, torch.xlogy(p, p).sum(-1), label, best
 
 
-def position_loss(logits: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl: float, certainty: torch.Tensor):
+def position_loss(logits: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl: float, neg_entropy: torch.Tensor):
     """logits of q [C, W], p [C, W], label [C], sum p log p [C] -> [C]: cross-entropy + kl * KL(p || q).
 
     Written with log q = logits - logsumexp, which saves several passes over [C, W]. A label outside the draft's
@@ -113,4 +114,4 @@ def position_loss(logits: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl
     known = (label >= 0).float()
     chosen = logits.gather(-1, label.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     loss = (known + kl) * logits.logsumexp(-1) - known * chosen
-    return loss + kl * (certainty - (p * logits).sum(-1)) if kl else loss
+    return loss + kl * (neg_entropy - (p * logits).sum(-1)) if kl else loss

@@ -36,10 +36,10 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self):
-        for name in ("num_key_value_heads", "head_dim"):
-            if getattr(self, name) is None:
-                heads = self.num_attention_heads
-                setattr(self, name, heads if name == "num_key_value_heads" else self.hidden_size // heads)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
         for name, value in asdict(self).items():
             whole = name not in ("rms_norm_eps", "rope_theta", "rope_factor")
             if name != "tie_word_embeddings" and not (isinstance(value, int if whole else (int, float)) and value > 0):
@@ -364,7 +364,7 @@ class Tokenizer:
             raise ValueError(f"{path} is not a sentencepiece model ({error}); fetch the file again") from None
         special = {sp.IdToPiece(i): i for i in range(sp.vocab_size()) if sp.IsControl(i)}
         bos = sp.bos_id() if sp.bos_id() >= 0 else None
-        return cls(sp.EncodeAsIds, sp.DecodeIds, sp.vocab_size(), special, bos, eos_ids or {sp.eos_id()},
+        return cls(sp.EncodeAsIds, sp.DecodeIds, sp.vocab_size(), special, bos, eos_ids or {sp.eos_id()} - {-1},
                    adds_bos=bos is not None)
 
     @classmethod

@@ -1,4 +1,5 @@
 """Line charts as small SVG files, without a plotting library."""
+import math
 from html import escape
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def line_chart(series: dict[str, list[tuple[float, float]]], title: str, x_label
 
 def training_chart(rows: list[dict], path: Path, buckets: int = 200) -> None:
     """log.jsonl rows of train.py -> loss.svg and agreement.svg in the folder `path`, each row a mean over a bucket."""
+    rows = [row for row in rows if math.isfinite(row["loss"])]
     size = -(-len(rows) // buckets)
     groups = [rows[i:i + size] for i in range(0, len(rows), size)]
 

@@ -1,5 +1,6 @@
 """Decodes with a Chimera draft, or without one: the command line.
 
+    python sample.py                                        (the bundled storyteller and its draft)
     python sample.py --ckpt DIR --draft DIR --prompt "Once upon a time" --compare --color
 
 The text goes to standard output as it is committed, everything else to standard error.
@@ -15,7 +16,8 @@ import torch
 from common import CHATS, TextStream, chat_prompt, choose_chat, choose_device, load_target, run
 from draft import Chimera
 from model import Llama, read_json
-from speculative import Tree, default_tree, generate, is_greedy
+from speculative import default_tree, generate, is_greedy
+from tree import Tree
 
 GREEN, RESET = "\033[32m", "\033[0m"
 STORIES, DRAFT = (Path(__file__).parent / "assets" / name for name in ("stories", "stories-chimera"))
@@ -133,7 +135,7 @@ def parse_args() -> argparse.Namespace:
     args.draft = args.draft or ("none" if args.ckpt else str(DRAFT))
     args.ckpt = args.ckpt or str(STORIES)
     if len(sys.argv) == 1:                                  # the first run shows everything
-        args.compare = args.color = True
+        args.compare, args.color = True, sys.stdout.isatty()
     return args
 
 

@@ -29,7 +29,7 @@ DRAFT_TOP = 64          # candidates come from the draft's best 64 tokens; q = 0
 # Distributions and randomness
 
 def is_greedy(temperature: float) -> bool:
-    """The one place that decides; below it logits / temperature would overflow."""
+    """The one place that decides: below this a draw is the argmax in all but name."""
     return temperature < 1e-5
 
 
@@ -138,7 +138,10 @@ def accept(children: list[list[int]], tokens: list[int], p_at: Callable[[int], t
             token = tokens[child]
             if token < 0:
                 continue
-            chance = p[token].item() if q is None else min(1.0, (p[token] / q[token]).item())
+            chance = (p[token] if q is None else p[token] / q[token]).item()
+            if not chance >= 0:                             # NaN would pass for certainty: min(1, nan) is 1
+                raise ValueError(NON_FINITE)
+            chance = min(1.0, chance)
             if randomness.flip(chance):
                 path.append(child)
                 break
@@ -219,7 +222,7 @@ def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, r
     A node's children are drawn from q = q_of(top logits); q_of None: they are the top of the logits, nothing is drawn.
     """
     tokens, drawn = torch.full((plan.tree.size + 1,), context[-1], device=plan.depths.device), {}
-    grams = torch.tensor([[-1, -1, *context][-3:]], device=tokens.device)       # [M, 3]
+    grams = torch.tensor([[-1, -1, *context][-3:]], device=tokens.device)       # [M, 3], -1 before the beginning
     for depth, (level, offsets, mask, parent, rank) in enumerate(plan.levels):
         logits = drafter.step(depth, grams, offsets, mask(drafter.length))      # [M, W]
         top, ids = logits.topk(min(level.fan if q_of is None else DRAFT_TOP, logits.shape[-1]))
@@ -292,11 +295,12 @@ def prefill(model: Llama, cache: Cache, prompt: list[int], p_of: Callable | None
 
 @torch.inference_mode()
 def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eos, on_round) -> Iterator[list[int]]:
+    """The decode loop."""
     new = prefill(model, cache, prompt, p_of, randomness)
     left = max_new_tokens - 1
     yield new
     while left > 0 and new[-1] not in eos:
-        flips, plan = len(randomness.log), plan_for(left - 1, len(cache.tokens))
+        flips, plan = len(randomness.log), plan_for(left, len(cache.tokens))
         ids, drawn = draft_tree(cache.drafter, plan, cache.tokens[-3:], p_of, randomness)                   # 1. draft
         hidden, logits = verify(model, cache.kv, plan, ids)                                                 # 2. verify
         tokens = ids.tolist()
@@ -330,19 +334,24 @@ def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = No
     check_settings(max_new_tokens, temperature, top_k, top_p)
     check_draft(model, draft, tree, cache)
     total = check_prompt(model, list(prompt), cache)
-    if max_new_tokens == 0:
-        return iter(())
-    max_new_tokens = min(max_new_tokens, limit - total)
     tree = Tree([]) if draft is None else Tree.parse(default_tree(draft, temperature) if tree is None else tree)
     check_tree(draft, tree)
+    if max_new_tokens == 0:
+        cache.tokens += prompt                              # without rows yet: the next call feeds them
+        return iter(())
+    max_new_tokens = min(max_new_tokens, limit - total)
     rows = total + max_new_tokens + tree.size + 1
     cache.prepare(model, draft, rows)
     plans = memoize(lambda depth: Plan(tree.cut(depth), rows, model.embed.weight))
     reach = draft.config.max_position_embeddings if isinstance(draft, Llama) else limit
+
+    def plan_for(left: int, used: int) -> Plan:
+        """The tree cut so that accepted tokens and the target's own never exceed `left`, nor the draft its context."""
+        return plans(max(0, min(tree.depth, left - 1, reach - used)))
+
     p_of = None if is_greedy(temperature) else partial(warp, temperature=temperature, top_k=top_k, top_p=top_p)
-    return _rounds(model, cache, list(prompt), lambda left, used: plans(max(0, min(tree.depth, left, reach - used))),
-                   max_new_tokens, p_of, generator if isinstance(generator, Randomness) else Generator(generator),
-                   frozenset(eos_ids), on_round)
+    randomness = generator if isinstance(generator, Randomness) else Generator(generator)
+    return _rounds(model, cache, list(prompt), plan_for, max_new_tokens, p_of, randomness, frozenset(eos_ids), on_round)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

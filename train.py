@@ -20,6 +20,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from common import CHATS, choose_chat, choose_device, load_target, run
@@ -29,6 +30,7 @@ from draft import Chimera, ChimeraConfig
 from loss import CHUNK, Meter, Weights, batch_loss
 from model import Llama, LlamaConfig
 from plot import training_chart
+from tree import Tree
 
 MOST_BAD_STEPS = 20     # steps with a loss that is not finite before the run gives up
 
@@ -49,16 +51,19 @@ def save(out: Path, draft: Chimera, optimizer, settings: dict, step: int) -> Non
     state.pt comes last, so that --resume repeats a save that was cut off between two of them; the very first time it
     comes first, so that there is something to resume.
     """
-    scratch = out / "saving"
-    draft.save_pretrained(scratch, getattr(torch, settings["dtype_used"]))
-    torch.save({"settings": settings, "step": step, "optimizer": optimizer.state_dict(), "draft": draft.state_dict()},
-               scratch / "state.pt")
-    order = ("model.safetensors", "config.json", "state.pt")
-    for name in order if step else order[::-1]:
-        with open(scratch / name, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(scratch / name, out / name)
-    scratch.rmdir()
+    scratch, order = out / "saving", ("model.safetensors", "config.json", "state.pt")
+    try:
+        draft.save_pretrained(scratch, getattr(torch, settings["dtype_used"]))
+        torch.save({"settings": settings, "step": step, "optimizer": optimizer.state_dict(),
+                    "draft": draft.state_dict()}, scratch / "state.pt")
+        for name in order if step else order[::-1]:
+            with open(scratch / name, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(scratch / name, out / name)
+        scratch.rmdir()
+    except (OSError, RuntimeError, SafetensorError) as error:       # a full disk, told by three libraries
+        raise OSError(f"cannot save to {out} ({error}); make room and continue with --resume") \
+            from None
 
 
 def evaluate(draft: Chimera, model: Llama, samples: list, args) -> Meter:
@@ -139,18 +144,21 @@ class Stop:
     """Ctrl-C and SIGTERM ask for a save after the running step instead of ending the process in the middle of it."""
 
     def __init__(self):
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self)
+        self.asked = self.now = False
+        self.before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def __call__(self, number, frame) -> None:
         self.asked = True
 
     def agree(self, args) -> None:
-        """All processes stop after the same step."""
+        """Decides once a step, for all processes alike: a signal that comes later waits for the next step."""
         votes = torch.tensor([float(self.asked)], device=args.device_used)
         over_processes(args, votes)
-        self.asked = votes.item() > 0
+        self.now = votes.item() > 0
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 def open_log(path: Path, step: int):
@@ -163,11 +171,11 @@ def open_log(path: Path, step: int):
 def train(args, draft: Chimera, model: Llama, samples: list, optimizer, step: int) -> bool:
     """Runs from `step` to args.steps -> whether it came to the end. Logs each step, saves every save_every steps."""
     out, stop, skipped, first = Path(args.out), Stop(), Counter(), args.rank == 0
-    cache = HiddenCache(Path(args.hidden_cache), samples, model) if args.hidden_cache else None
+    cache = HiddenCache(Path(args.hidden_cache, f"rank{args.rank}"), samples, model) if args.hidden_cache else None
     batches, meter, start, used = batches_from(samples, args, step), Meter(args.depth), time.time(), 0
     bar = tqdm(total=args.steps, initial=step, desc="training", mininterval=1.0, disable=not first, dynamic_ncols=True)
     with open_log(out / "log.jsonl", step) if first else open(os.devnull, "w") as log:
-        while step < args.steps and not stop.asked:
+        while step < args.steps and not stop.now:
             one = Meter(args.depth)
             loss, tokens = optimise(draft, model, batches, optimizer, args, step, one, cache)
             skipped["loss not finite"] += not math.isfinite(loss)
@@ -185,10 +193,11 @@ def train(args, draft: Chimera, model: Llama, samples: list, optimizer, step: in
                 bar.set_postfix_str(f"loss {loss:.2f}, lr {lr:.1e}, {rate:.0f} tok/s, agreement {shown}")
                 meter = Meter(args.depth)
             stop.agree(args)
-            if first and (step % args.save_every == 0 or step == args.steps or stop.asked):
+            if first and (step % args.save_every == 0 or step == args.steps or stop.now):
                 log.flush()
                 save(out, draft, optimizer, vars(args), step)
     bar.close()
+    stop.restore()
     for reason, times in skipped.items():
         if times and first:
             print(f"{times} steps skipped: {reason}")
@@ -208,10 +217,12 @@ OPTIONS = {
     "batch_size": dict(type=int, default=8, help="samples per micro-batch"),
     "grad_accum": dict(type=int, default=1, help="micro-batches per optimiser step"),
     "lr": dict(type=float, default=1e-3, help="peak learning rate (2e-4 suits a 7B target)"),
-    "max_length": dict(type=int, default=256, help="tokens per sample, the rest is cut off; with --distill per prompt"),
+    "max_length": dict(type=int, default=512, help="tokens per sample, the rest is cut off; with --distill per prompt"),
     "depth": dict(type=int, default=5, help="steps K that the draft learns"),
     "heads": dict(choices=["light", "full"], default="light", help="light: the target's lm_head; full: one per step"),
     "draft_vocab": dict(type=int, default=0, help="propose only the N token ids most frequent in the answers; 0: all"),
+    "greedy_tree": dict(default="", help="the draft's default tree at temperature 0 (sample.py --tree); none: a chain"),
+    "sampled_tree": dict(default="", help="the same above temperature 0"),
     "kl": dict(type=float, default=1.0, help="weight of KL(target || draft) beside the cross-entropy"),
     "state_loss": dict(type=float, default=0.0, help="weight of smooth-L1 to the target's states (light heads)"),
     "depth_decay": dict(type=float, default=1.0, help="step k counts decay^(k-1)"),
@@ -252,7 +263,10 @@ def check(args) -> None:
         raise ValueError(f"--steps must be positive, not {args.steps}")
     for path in args.distill or args.data:
         if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} not found; --data takes existing files")
+            raise FileNotFoundError(f"{path} not found; --data and --distill take existing files")
+    for spec in filter(None, (args.greedy_tree, args.sampled_tree)):
+        if Tree.parse(spec).depth > args.depth:
+            raise ValueError(f"tree {spec} is {Tree.parse(spec).depth} deep, the draft has --depth {args.depth}")
     if (Path(args.out) / "config.json").exists():
         raise ValueError(f"{args.out} already holds a draft; continue it with --resume or choose another --out")
 
@@ -274,7 +288,8 @@ def new_draft(args, model: Llama, samples: list, cls: type[Chimera] = Chimera) -
     size = min(args.draft_vocab, model.config.vocab_size - 1)
     ids = frequent_ids(samples, size, model.config.vocab_size).to(model.embed.weight.device) if size else None
     torch.manual_seed(args.seed)
-    draft = cls(ChimeraConfig(depth=args.depth, heads=args.heads, draft_vocab=size), model, ids)
+    config = ChimeraConfig(args.depth, args.heads, size, args.greedy_tree, args.sampled_tree)
+    draft = cls(config, model, ids)
     return draft.float()                        # float32 master weights, whatever the target's dtype
 
 
@@ -326,6 +341,8 @@ def main() -> None:
     model, tok = load_target(args.ckpt, torch.device(args.device_used), args.dtype)
     args.dtype_used = str(model.embed.weight.dtype).removeprefix("torch.")
     chat = choose_chat(args.chat, tok)
+    if args.distill and args.world > 1:
+        raise ValueError("--distill runs in one process; start it without torchrun")
     if args.distill:
         return distill(model, tok, chat, args)
     samples, held_out = split_samples(args, model, tok, chat)

@@ -42,10 +42,10 @@ class Tree:
     """A static tree of candidates, given by index paths: (0, 1) is the second choice after the first choice."""
 
     def __init__(self, paths: Iterable[tuple[int, ...]]):
-        self.paths = [()] + sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
+        self.paths = sorted({()} | {tuple(p) for p in paths}, key=lambda p: (len(p), p))
         index = {path: i for i, path in enumerate(self.paths)}
-        for path in self.paths[1:]:
-            before = path[:-1] if path[-1:] == (0,) else (*path[:-1], path[-1] - 1) if path else None
+        for *above, rank in self.paths[1:]:
+            path, before = (*above, rank), (*above, rank - 1) if rank else tuple(above)
             if before not in index:             # candidates are drawn in rank order: skipping one is not lossless
                 raise ValueError(f"tree: path {list(path)} needs path {list(before)}; ranks count from 0 without a gap")
         self.parent = [index[path[:-1]] for path in self.paths]
@@ -85,7 +85,7 @@ class Tree:
             if isinstance(spec, str) and spec.startswith("chain:"):
                 spec = [1] * int(spec[6:])
             elif isinstance(spec, str):
-                spec = json.loads(spec if spec.startswith("[[") else f"[{spec}]")
+                spec = json.loads(spec if spec.startswith("[") else f"[{spec}]")
             widths = all(isinstance(item, int) for item in spec)
             paths = from_widths(spec) if widths else [tuple(path) for path in spec]
             usable = paths and all(path and min(path) >= 0 and all(isinstance(r, int) for r in path) for path in paths)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -351,6 +352,29 @@ def test_an_interrupted_save_loses_nothing(tmp_path, tiny_run, monkeypatch, owne
         assert cli(*tiny_run, "--out", tmp_path / "broken") == 1
     assert cli("--resume", "--out", tmp_path / "broken") == 0
     assert_same_run(tmp_path / "broken", tmp_path / "straight")
+
+
+def test_a_full_disk_is_said_and_loses_no_checkpoint(tmp_path, tiny_run, capsys, monkeypatch):
+    monkeypatch.setattr(train, "save", limited_after(train.save, 3))
+    try:
+        assert cli(*tiny_run, "--out", tmp_path / "run") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert "cannot save to" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert step_of(tmp_path / "run") > 0 and cli("--resume", "--out", tmp_path / "run") == 0
+
+
+def limited_after(save, calls: int):
+    """From the given call on no file may grow over 20 kB, as on a disk that is nearly full."""
+    seen = []
+
+    def limited(*args):
+        seen.append(args)
+        if len(seen) == calls:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        return save(*args)
+    return limited
 
 
 def test_killed_runs_resume_bit_for_bit(tmp_path, tiny_run):
