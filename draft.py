@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from model import Block, KVCache, Llama, attend, open_safetensors, read_json
+from model import Block, KVCache, Llama, RMSNorm, attend, open_safetensors, read_json
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Chimera(nn.Module):
         self.frozen = {"model": model, "head": head}        # in a dict: no submodule, no parameter of the draft
         self.trigram_in, self.trigram_out = nn.Linear(3 * D, D), nn.Linear(D, D)    # in place of the target's bottom
         self.block = Block(self.target)
-        self.norm = nn.RMSNorm(D, eps=self.target.rms_norm_eps)
+        self.norm = RMSNorm(D, self.target.rms_norm_eps)
         width = D if config.heads == "light" else len(head)
         self.heads = nn.ModuleList(nn.Linear(2 * D, width, bias=False) for _ in range(config.depth))
         self.to(head.device, head.dtype)

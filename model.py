@@ -123,6 +123,18 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)            # (x1, x2) -> (x1 c - x2 s, x2 c + x1 s)
 
 
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in float32 inside; faster here than torch's own for single rows."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
 class Block(nn.Module):
     """One decoder layer as two halves around attention: the draft puts its own attention between them."""
 
@@ -130,10 +142,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.groups, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         D, inner = config.hidden_size, config.intermediate_size
-        self.input_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.input_norm = RMSNorm(D, config.rms_norm_eps)
         self.qkv_proj = nn.Linear(D, (self.heads + 2 * self.groups) * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, D, bias=False)
-        self.post_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.post_norm = RMSNorm(D, config.rms_norm_eps)
         self.gate_up_proj = nn.Linear(D, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, D, bias=False)
 
@@ -169,7 +181,7 @@ class Llama(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed.weight
