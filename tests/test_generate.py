@@ -13,7 +13,7 @@ from model import Llama
 from speculative import Cache, generate, warp
 
 MODEL = tiny_llama()
-SPECS = ["chain:1", "chain:2", "chain:5", "4", "2,3,2", "4,8,8,3,2", "[[0],[1],[2],[0,0],[0,0,0],[0,0,1]]"]
+SPECS = ["chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "4", "2,3,2", "4,8,8,3,2", "[[0],[1],[2],[0,0],[0,0,0],[0,0,1]]"]
 
 
 def noisy(model: Llama, noise: float, seed: int = 0, **config) -> Chimera:
@@ -254,6 +254,13 @@ def test_logits_that_are_not_finite_stop_with_advice(temperature):
     broken.lm_head.weight.data[3] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
         text(broken, [1], temperature=temperature)
+
+
+def test_a_draft_whose_numbers_are_not_finite_is_no_licence_to_accept():
+    broken = noisy(MODEL, 0.1)
+    broken.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        text(MODEL, [1], broken, temperature=1.0, generator=seeded(0))
 
 
 # -- what a round reports ----------------------------------------------------------------------------------------------
