@@ -13,7 +13,8 @@ from model import Llama
 from speculative import Cache, generate, warp
 
 MODEL = tiny_llama()
-SPECS = ["chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "4", "2,3,2", "4,8,8,3,2", "[[0],[1],[2],[0,0],[0,0,0],[0,0,1]]"]
+SPECS = ["chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "4", "2,3,2", "4,8,8,3,2",
+         "[[0],[1],[2],[0,0],[0,0,0],[0,0,1]]"]
 
 
 def noisy(model: Llama, noise: float, seed: int = 0, **config) -> Chimera:
