@@ -28,7 +28,9 @@ def read_prompts(path: Path, count: int) -> list[tuple[str, str]]:
         if path.suffix == ".jsonl":
             try:
                 row = json.loads(line)
-                category, prompt = row.get("category", "all"), row["turns"][0]
+                category, prompt = str(row.get("category", "all")), row["turns"][0]
+                if not isinstance(row["turns"], list) or not isinstance(prompt, str):
+                    raise ValueError
             except (ValueError, KeyError, IndexError, AttributeError, TypeError):
                 raise ValueError(f"{path} line {number} has no \"turns\"; give Spec-Bench form or a .txt") from None
         groups[category].append((category, prompt))

@@ -34,8 +34,8 @@ class ChimeraConfig:
     sampled_tree: str = ""
 
     def __post_init__(self):
-        if self.depth < 1:
-            raise ValueError(f"depth must be at least 1, not {self.depth}")
+        if not isinstance(self.depth, int) or self.depth < 1:
+            raise ValueError(f"depth must be at least 1, not {self.depth!r}")
         if self.heads not in ("light", "full"):
             raise ValueError(f"heads must be 'light' or 'full', not {self.heads!r}")
 
@@ -141,7 +141,7 @@ class Chimera(nn.Module):
         raw = read_json(path)
         if raw.get("model_type") != "chimera":
             raise ValueError(f"{path} is no Chimera draft (model_type {raw.get('model_type')!r}); train one")
-        made_for = raw.get("target", {})
+        made_for = raw["target"] if isinstance(raw.get("target"), dict) else {}
         for key, ours in asdict(model.config).items():
             if made_for.get(key) != ours:
                 raise ValueError(f"{folder} was trained for a target with {key} {made_for.get(key)}, this one has "

@@ -36,13 +36,17 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self):
+        """Checks types before any arithmetic: config.json is a user's file."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and self.num_attention_heads:
-            self.head_dim = self.hidden_size // self.num_attention_heads
         for name, value in asdict(self).items():
             whole = name not in ("rms_norm_eps", "rope_theta", "rope_factor")
-            if name != "tie_word_embeddings" and not (isinstance(value, int if whole else (int, float)) and value > 0):
+            if name == "tie_word_embeddings":
+                if not isinstance(value, bool):
+                    raise ValueError(f"tie_word_embeddings must be true or false, not {value!r}")
+            elif name == "head_dim" and value is None:
+                self.head_dim = self.hidden_size // self.num_attention_heads
+            elif type(value) not in ((int,) if whole else (int, float)) or not 0 < value < 2**31:
                 raise ValueError(f"{name} must be a positive {'integer' if whole else 'number'}, not {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"{self.num_attention_heads} query heads do not divide into "
@@ -285,7 +289,7 @@ def read_json(path: Path) -> dict:
         raise FileNotFoundError(f"{path} not found; give a folder in Hugging Face layout (config.json, *.safetensors)")
     try:
         raw = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch the file again") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} is not a JSON object; fetch the file again")

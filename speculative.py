@@ -244,6 +244,7 @@ def verify(model: Llama, cache: KVCache, plan: Plan, tokens: torch.Tensor) -> tu
     """Step 2: one target pass over root and nodes -> (hidden [N + 1, D], logits [N + 1, V])."""
     n = cache.length
     hidden = model.hidden_states(tokens.clamp(min=0)[None], cache, n + plan.depths, plan.mask(n))[0]
+    cache.length = n                            # what an interrupt leaves here does not count; commit keeps what does
     return hidden, model.lm_head(hidden)
 
 
@@ -283,13 +284,15 @@ def commit(cache: Cache, tokens: list[int], hidden: torch.Tensor, path: list[int
 
 def prefill(model: Llama, cache: Cache, prompt: list[int], p_of: Callable | None, randomness: Randomness) -> list[int]:
     """Runs the target over the prompt (and what an earlier call left without a row) -> its first token, as a list."""
-    cache.tokens += prompt
-    feed = cache.tokens[cache.kv.length:]
+    n = cache.kv.length
+    feed = [*cache.tokens, *prompt][n:]
     hidden = model.hidden_states(torch.tensor([feed], device=model.embed.weight.device), cache.kv)[0]
+    cache.kv.length = n
     _, first, _, _ = judge([[]], feed[-1:], model.lm_head(hidden[-1:]), {}, p_of, randomness)
     if cache.drafter is not None:
         cache.drafter.observe(feed, hidden)
-    cache.tokens.append(first)
+    cache.kv.length = n + len(feed)             # only now prompt and rows count: an interrupt changes nothing
+    cache.tokens += [*prompt, first]
     return [first]
 
 
@@ -330,10 +333,10 @@ def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = No
     cache: a Cache() passed again continues its text; prompt then holds only the new tokens. Raises ValueError, at the
     call, for arguments that do not fit; the first step of the iteration raises it for logits that are not finite.
     """
-    cache, limit = Cache() if cache is None else cache, model.config.max_position_embeddings
+    prompt, cache, limit = list(prompt), Cache() if cache is None else cache, model.config.max_position_embeddings
     check_settings(max_new_tokens, temperature, top_k, top_p)
     check_draft(model, draft, tree, cache)
-    total = check_prompt(model, list(prompt), cache)
+    total = check_prompt(model, prompt, cache)
     tree = Tree([]) if draft is None else Tree.parse(default_tree(draft, temperature) if tree is None else tree)
     check_tree(draft, tree)
     if max_new_tokens == 0:
@@ -351,7 +354,7 @@ def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = No
 
     p_of = None if is_greedy(temperature) else partial(warp, temperature=temperature, top_k=top_k, top_p=top_p)
     randomness = generator if isinstance(generator, Randomness) else Generator(generator)
-    return _rounds(model, cache, list(prompt), plan_for, max_new_tokens, p_of, randomness, frozenset(eos_ids), on_round)
+    return _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, frozenset(eos_ids), on_round)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

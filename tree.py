@@ -13,6 +13,7 @@ import torch
 
 from model import additive_mask
 
+MOST_NODES = 4096       # far beyond use: keeps a mistyped tree from filling the memory
 
 def from_widths(widths: list[int]) -> list[tuple[int, ...]]:
     """Nodes per depth -> index paths. They go to the (parent, rank) pairs of the best score prod 1 / (1 + rank)^2:
@@ -83,10 +84,13 @@ class Tree:
         shown = spec
         try:
             if isinstance(spec, str) and spec.startswith("chain:"):
-                spec = [1] * int(spec[6:])
+                spec = [1] * min(int(spec[6:]), MOST_NODES + 1)
             elif isinstance(spec, str):
                 spec = json.loads(spec if spec.startswith("[") else f"[{spec}]")
+            spec = list(spec)
             widths = all(isinstance(item, int) for item in spec)
+            if len(spec) > MOST_NODES or (widths and sum(spec) > MOST_NODES):
+                raise ValueError
             paths = from_widths(spec) if widths else [tuple(path) for path in spec]
             usable = paths and all(path and min(path) >= 0 and all(isinstance(r, int) for r in path) for path in paths)
             usable = usable and not (widths and min(spec) < 1)
@@ -94,7 +98,7 @@ class Tree:
             usable = False
         if not usable:
             raise ValueError(f"tree {shown!r} is not understood; give chain:K, widths such as 4,8,8, or index paths "
-                             "such as [[0],[1],[0,0]]")
+                             "such as [[0],[1],[0,0]], of at most {MOST_NODES} nodes")
         return cls(paths)
 
 

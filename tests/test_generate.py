@@ -8,6 +8,7 @@ import torch
 from exact import assert_same, distribution
 from helpers import near_copy, random_ids, tiny_llama
 
+import speculative
 from draft import Chimera, ChimeraConfig
 from model import Llama
 from speculative import Cache, generate, warp
@@ -230,6 +231,29 @@ def test_a_consumer_that_stops_early_leaves_a_usable_cache():
     passes.close()
     more = text(MODEL, [7], DRAFTS["noisy"], max_new_tokens=5, cache=cache)
     assert more == text(MODEL, [5, *got, 7], max_new_tokens=5)
+
+
+@pytest.mark.parametrize("name", ["verify", "judge"])
+@pytest.mark.parametrize("call", [0, 1, 3])
+def test_an_interrupt_leaves_a_usable_cache(name, call, monkeypatch):
+    real, calls, cache, got = getattr(speculative, name), [], Cache(), []
+
+    def interrupted(*args):
+        calls.append(0)
+        result = real(*args)
+        if len(calls) == call + 1:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speculative, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for ids in generate(MODEL, iter([5, 6]), DRAFTS["noisy"], max_new_tokens=30, cache=cache):
+                got += ids
+    start = [5, 6, *got] if got else []                     # nothing committed: the prompt may be given again
+    assert cache.tokens == start
+    more = text(MODEL, [7], DRAFTS["noisy"], max_new_tokens=8, cache=cache)
+    assert more == text(MODEL, [*start, 7], max_new_tokens=8)
 
 
 @pytest.mark.parametrize("kwargs, words", [
