@@ -527,8 +527,9 @@ def losses(out) -> list[float]:
 def test_two_processes_give_the_losses_of_one_at_the_same_global_batch(tmp_path, tiny_run):
     assert cli(*tiny_run, "--grad_accum", 2, "--out", tmp_path / "one") == 0
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    subprocess.run([*launch, Path(train.__file__), *map(str, tiny_run), "--out", tmp_path / "two"], check=True,
-                   capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run([*launch, Path(train.__file__), *map(str, tiny_run), "--out", tmp_path / "two"],
+                          capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     saved = [safe_open(tmp_path / name / "model.safetensors", "pt") for name in ("one", "two")]
     assert saved[0].keys() == saved[1].keys()               # the draft alone, under its own names
