@@ -361,8 +361,6 @@ def main() -> None:
         save(Path(args.out), draft, optimizer, vars(args), 0)       # shows at once whether --out can be written
     if not train(args, draft, model, samples, optimizer, state["step"] if state else 0):
         return print(f"stopped and saved; continue with: python train.py --out {args.out} --resume")
-    if args.world > 1:
-        torch.distributed.destroy_process_group()
     if args.rank == 0:
         rows = [json.loads(line) for line in Path(args.out, "log.jsonl").read_text().splitlines()]
         training_chart(rows, Path(args.out))
@@ -372,3 +370,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     run(main)
+    if torch.distributed.is_initialized():      # gloo's threads can abort an interpreter that is shutting down
+        torch.distributed.barrier()
+        sys.stdout.flush()
+        os._exit(0)
