@@ -5,12 +5,11 @@
 Speeds count from the first token on (the prefill is reported apart) and are pooled: all tokens over all seconds.
 speedup = spec_tok_s / plain_tok_s; tau = tokens per target pass after the prefill; efficiency = speedup / tau.
 """
-import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
 
-from common import CHATS, chat_prompt, choose_chat, choose_device, load_target, run
+from common import CHATS, chat_prompt, choose_chat, choose_device, dtype_name, load_target, parse_options, run
 from sample import DRAFT, STORIES, Result, decode, load_draft
 from speculative import default_tree
 from tree import Tree
@@ -43,7 +42,7 @@ class Side:
     """The pooled sums of one way of decoding."""
 
     def __init__(self):
-        self.tokens = self.seconds = self.first = self.total = self.passes = self.committed = 0
+        self.tokens = self.seconds = self.first = self.total = self.passes = 0
         self.reached = defaultdict(int)                     # rounds whose accepted path was at least k long
 
     def add(self, result: Result) -> None:
@@ -53,7 +52,6 @@ class Side:
         self.total += result.ended - result.started
         self.passes += len(result.passes) - 1
         for ids in result.passes[1:]:
-            self.committed += len(ids)
             for depth in range(1, len(ids)):
                 self.reached[depth] += 1
 
@@ -67,7 +65,7 @@ class Side:
 
     @property
     def tau(self) -> float:
-        return self.committed / max(1, self.passes)
+        return self.tokens / max(1, self.passes)        # the first token of each text came before any pass
 
 
 def figures(plain: Side, spec: Side, identical: list[bool]) -> dict:
@@ -119,10 +117,7 @@ OPTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, keywords in OPTIONS.items():
-        parser.add_argument(f"--{name}", **keywords | {"help": keywords["help"] + f" [{keywords.get('default')}]"})
-    args = parser.parse_args()
+    args = parse_options(__doc__, OPTIONS)
     device = choose_device(args.device)
     model, tok = load_target(args.ckpt, device, args.dtype)
     draft, chat = load_draft(args.draft, model), choose_chat(args.chat, tok)
@@ -138,7 +133,7 @@ def main() -> None:
         raise ValueError(f"--max_new_tokens must be 2 or more to measure a speed, not {args.max_new_tokens}")
     tree = args.tree or default_tree(draft, args.temperature)
     setting = {"ckpt": args.ckpt, "draft": args.draft, "device": device.type, "tree": tree,
-               "dtype": str(model.embed.weight.dtype)[6:], "nodes": Tree.parse(tree).size,
+               "dtype": dtype_name(model), "nodes": Tree.parse(tree).size,
                "temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     print("  ".join(f"{key} {value}" for key, value in setting.items()))
     table = measure(model, tok, draft, fitting, args)

@@ -1,14 +1,14 @@
-"""What the scripts share: chat templates, text that streams, device and dtype, errors in one line."""
+"""What the scripts share: chat templates, text that streams, device and dtype, command line, errors in one line."""
+import argparse
 import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from model import Llama, LlamaConfig, Tokenizer, read_json
+from model import Llama, LlamaConfig, Tokenizer
 
 CHATS = ("auto", "none", "chatml")
 SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -75,7 +75,7 @@ class TextStream:
         return now[len(before):]
 
 
-# -- device, dtype, errors --------------------------------------------------------------------------------------------
+# -- device, dtype, command line -------------------------------------------------------------------------------------
 
 def choose_device(name: str) -> torch.device:
     if name == "auto":
@@ -120,6 +120,22 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Docstrings as they are written, defaults behind each option."""
+
+
+def parse_options(description: str, options: dict[str, dict]) -> argparse.Namespace:
+    """The command line of a script: {name: keywords of add_argument}."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=Help)
+    for name, keywords in options.items():
+        parser.add_argument(f"--{name}", **keywords)
+    return parser.parse_args()
+
+
+def dtype_name(model: Llama) -> str:
+    return str(model.embed.weight.dtype).removeprefix("torch.")
+
+
 def load_target(folder: str, device: torch.device, dtype: str) -> tuple[Llama, Tokenizer]:
-    width = LlamaConfig.from_dict(read_json(Path(folder) / "config.json")).hidden_size
+    width = LlamaConfig.from_pretrained(folder).hidden_size
     return Llama.from_pretrained(folder, device, choose_dtype(dtype, device, width)), Tokenizer.from_pretrained(folder)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from common import chat_prompt
 from data import read_records, turns_of
 from model import Llama, Tokenizer, additive_mask
-from speculative import NON_FINITE
+from speculative import NON_FINITE, until_eos
 
 
 def load_prompts(paths: list[str], tok: Tokenizer, chat: str, seed: int) -> list[dict]:
@@ -68,8 +68,7 @@ def answer_batch(model: Llama, prompts: list[list[int]], temperatures: list[floa
             break
         end = P + new + 1
         hidden = model.hidden_states(chosen, cache, (end - 1 - pad)[:, None], steps[..., :end])[:, -1]
-    rows = answers.tolist()
-    return [row[:next((i + 1 for i, t in enumerate(row) if t in eos_ids), len(row))] for row in rows]
+    return [until_eos(row, eos_ids) for row in answers.tolist()]
 
 
 def already_done(out: Path) -> set[str]:

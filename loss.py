@@ -34,7 +34,7 @@ class Meter:
         """loss [K]; the rest [K, B, T] bool, indexed by the position i from which step k was drafted."""
         prefix, whole = top1.cummin(0).values, seen.cummin(0).values           # steps 1..k all right / all labelled
         for total, value in ((self.loss, loss), (self.count, seen), (self.top1, top1), (self.top5, top5),
-                             (self.prefix, prefix & whole), (self.whole, whole)):
+                             (self.prefix, prefix), (self.whole, whole)):
             total += value.detach().flatten(1).sum(1).cpu() if value.dim() > 1 else value.detach().cpu()
 
     def merge(self, other: "Meter") -> "Meter":

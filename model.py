@@ -72,6 +72,16 @@ class LlamaConfig:
         fields["rope_factor"] = rope.get("factor") if kind == "linear" else 1.0
         return cls(**fields)
 
+    @classmethod
+    def from_pretrained(cls, folder) -> "LlamaConfig":
+        """Reads folder/config.json; what is wrong with it is said with the file's name."""
+        path = Path(folder) / "config.json"
+        raw = read_json(path)
+        try:
+            return cls.from_dict(raw)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
     def to_dict(self) -> dict:
         """The Hugging Face form of this config."""
         raw = asdict(self) | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
@@ -232,12 +242,7 @@ class Llama(nn.Module):
 
         Raises FileNotFoundError for a missing file, ValueError for what cannot be computed or does not fit.
         """
-        folder = Path(folder)
-        raw = read_json(folder / "config.json")
-        try:
-            config = LlamaConfig.from_dict(raw)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{folder / 'config.json'}: {error}") from None
+        folder, config = Path(folder), LlamaConfig.from_pretrained(folder)
         with torch.device("meta"):              # shapes only; each tensor is replaced below, one at a time
             model = cls(config)
         where = tensor_files(folder)
@@ -249,8 +254,7 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             model.lm_head.weight = model.embed.weight
         refuse_unknown(where, model)
-        cos, sin = rope_table(config)
-        model.cos, model.sin = cos.to(device, dtype), sin.to(device, dtype)
+        model.cos, model.sin = (table.to(device, dtype) for table in (model.cos, model.sin))    # made on the CPU above
         return model
 
     def save_pretrained(self, folder, dtype: torch.dtype | None = None) -> None:

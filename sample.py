@@ -13,7 +13,17 @@ from pathlib import Path
 
 import torch
 
-from common import CHATS, TextStream, chat_prompt, choose_chat, choose_device, load_target, run
+from common import (
+    CHATS,
+    TextStream,
+    chat_prompt,
+    choose_chat,
+    choose_device,
+    dtype_name,
+    load_target,
+    parse_options,
+    run,
+)
 from draft import Chimera
 from model import Llama, read_json
 from speculative import default_tree, generate, is_greedy
@@ -127,11 +137,7 @@ OPTIONS = {
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Decodes with a Chimera draft: faster, same distribution.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, keywords in OPTIONS.items():
-        parser.add_argument(f"--{name}", **keywords)
-    args = parser.parse_args()
+    args = parse_options(__doc__, OPTIONS)
     args.draft = args.draft or ("none" if args.ckpt else str(DRAFT))
     args.ckpt = args.ckpt or str(STORIES)
     if len(sys.argv) == 1:                                  # the first run shows everything
@@ -170,7 +176,7 @@ def main() -> None:
     prompt = chat_prompt(tok, chat, [text])
     tree = Tree.parse(args.tree or default_tree(draft, args.temperature)) if draft else None
     used = f"draft {args.draft}, {tree.size} nodes, depth {tree.depth}" if draft else "no draft"
-    say(f"{args.ckpt} | {device.type} {str(model.embed.weight.dtype)[6:]} | chat {chat} | temperature "
+    say(f"{args.ckpt} | {device.type} {dtype_name(model)} | chat {chat} | temperature "
         f"{args.temperature} | {used}")
     if args.compare:                                        # both sides warm before either is timed
         short = argparse.Namespace(**vars(args) | {"max_new_tokens": min(8, args.max_new_tokens)})

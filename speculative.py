@@ -223,8 +223,8 @@ def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, r
     """
     tokens, drawn = torch.full((plan.tree.size + 1,), context[-1], device=plan.depths.device), {}
     grams = torch.tensor([[-1, -1, *context][-3:]], device=tokens.device)       # [M, 3], -1 before the beginning
-    for depth, (level, offsets, mask, parent, rank) in enumerate(plan.levels):
-        logits = drafter.step(depth, grams, offsets, mask(drafter.length))      # [M, W]
+    for depth, (level, mask) in enumerate(plan.levels):
+        logits = drafter.step(depth, grams, level.offsets, mask(drafter.length))        # [M, W]
         top, ids = logits.topk(min(level.fan if q_of is None else DRAFT_TOP, logits.shape[-1]))
         ids = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]      # [M, top]
         if q_of is None:
@@ -234,9 +234,9 @@ def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, r
             drawn |= {node: (ids[row], q[row]) for row, node in enumerate(level.nodes)}
             picks = randomness.draw_distinct(q, level.fan)
             chosen = ids.gather(1, picks.clamp(min=0)).masked_fill(picks < 0, -1)
-        children = chosen[parent, rank]
+        children = chosen[level.parent, level.rank]
         tokens[level.first:level.first + len(children)] = children
-        grams = torch.cat((grams[parent, 1:], children.clamp(min=0).unsqueeze(1)), 1)[level.grow]
+        grams = torch.cat((grams[level.parent, 1:], children.clamp(min=0).unsqueeze(1)), 1)[level.grow]
     return tokens, drawn
 
 
@@ -270,10 +270,14 @@ def judge(children, tokens: list[int], logits: torch.Tensor, drawn: dict, p_of: 
     return *accept(children, tokens, p_at, q_at, randomness), p, q
 
 
+def until_eos(ids: list[int], eos) -> list[int]:
+    """ids up to and with the first that is in eos."""
+    return ids[:next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))]
+
+
 def commit(cache: Cache, tokens: list[int], hidden: torch.Tensor, path: list[int], bonus: int, eos) -> list[int]:
     """Step 4: keep the rows of root and path, drop the rest -> the new tokens, cut behind the first eos."""
-    new = [tokens[node] for node in path] + [bonus]
-    new = new[:next((i + 1 for i, token in enumerate(new) if token in eos), len(new))]
+    new = until_eos([tokens[node] for node in path] + [bonus], eos)
     kept, n = [0, *path][:len(new)], len(cache.tokens) - 1
     cache.kv.keep(n, [n + node for node in kept])
     if cache.drafter is not None:

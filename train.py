@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from common import CHATS, choose_chat, choose_device, load_target, run
+from common import CHATS, choose_chat, choose_device, dtype_name, load_target, parse_options, run
 from data import HiddenCache, batch_order, collate, frequent_ids, load_samples
 from distill import distill
 from draft import Chimera, ChimeraConfig
@@ -62,8 +62,7 @@ def save(out: Path, draft: Chimera, optimizer, settings: dict, step: int) -> Non
             os.replace(scratch / name, out / name)
         scratch.rmdir()
     except (OSError, RuntimeError, SafetensorError) as error:       # a full disk, told by three libraries
-        raise OSError(f"cannot save to {out} ({error}); make room and continue with --resume") \
-            from None
+        raise OSError(f"cannot save to {out} ({error}); make room and continue with --resume") from None
 
 
 def evaluate(draft: Chimera, model: Llama, samples: list, args) -> Meter:
@@ -240,11 +239,7 @@ OPTIONS = {
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, keywords in OPTIONS.items():
-        parser.add_argument(f"--{name}", **keywords)
-    return parser.parse_args()
+    return parse_options(__doc__, OPTIONS)
 
 
 def check(args) -> None:
@@ -339,7 +334,7 @@ def main() -> None:
     args.device_used = choose_device(args.device).type
     processes(args)
     model, tok = load_target(args.ckpt, torch.device(args.device_used), args.dtype)
-    args.dtype_used = str(model.embed.weight.dtype).removeprefix("torch.")
+    args.dtype_used = dtype_name(model)
     chat = choose_chat(args.chat, tok)
     if args.distill and args.world > 1:
         raise ValueError("--distill runs in one process; start it without torchrun")

@@ -15,6 +15,7 @@ from model import additive_mask
 
 MOST_NODES = 4096       # far beyond use: keeps a mistyped tree from filling the memory
 
+
 def from_widths(widths: list[int]) -> list[tuple[int, ...]]:
     """Nodes per depth -> index paths. They go to the (parent, rank) pairs of the best score prod 1 / (1 + rank)^2:
     a rule on ranks alone, since a tree that looked at drawn values would not be lossless."""
@@ -98,7 +99,7 @@ class Tree:
             usable = False
         if not usable:
             raise ValueError(f"tree {shown!r} is not understood; give chain:K, widths such as 4,8,8, or index paths "
-                             "such as [[0],[1],[0,0]], of at most {MOST_NODES} nodes")
+                             f"such as [[0],[1],[0,0]], of at most {MOST_NODES} nodes")
         return cls(paths)
 
 
@@ -110,8 +111,7 @@ class Plan:
         self.depths, self.mask, self.levels = tree.depths.to(like.device), self._widen(tree.mask), []
         for level in tree.levels:
             tensors = {k: v.to(like.device) for k, v in vars(level).items() if isinstance(v, torch.Tensor)}
-            level = replace(level, **tensors)
-            self.levels.append((level, level.offsets, self._widen(level.mask), level.parent, level.rank))
+            self.levels.append((replace(level, **tensors), self._widen(level.mask)))
 
     def _widen(self, allowed: torch.Tensor) -> Callable[[int], torch.Tensor | None]:
         """allowed [M, C] -> a function of n that gives the additive mask [M, n + C]: a slice, built once."""
