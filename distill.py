@@ -54,14 +54,17 @@ def answer_batch(model: Llama, prompts: list[list[int]], temperatures: list[floa
     steps = additive_mask(seen, model.embed.weight.dtype)[:, None, None]                        # [B, 1, 1, P + new]
     cache, answers = model.new_cache(P + max_new_tokens, B), torch.empty(B, 0, dtype=torch.long, device=device)
     hidden = model.hidden_states(tokens, cache, (columns[:P] - pad[:, None]).clamp(min=0), mask)[:, -1]
-    scale = torch.tensor(temperatures, device=device)[:, None]
+    hot = torch.tensor(temperatures, device=device).nonzero()[:, 0]             # rows at temperature 1, others greedy
     stop, done = torch.tensor(sorted(eos_ids), device=device), torch.zeros(B, dtype=torch.bool, device=device)
     for new in range(max_new_tokens):
-        logits = model.lm_head(hidden).float()                                                  # [B, V]
+        logits = model.lm_head(hidden).contiguous().float()                                     # [B, V]
         if not torch.isfinite(hidden).all():
             raise ValueError(NON_FINITE)
-        noise = torch.empty(logits.shape).exponential_(generator=generator).to(device).log()
-        chosen = (logits - scale * noise).argmax(-1, keepdim=True)              # Gumbel: a draw at temperature 1
+        chosen = logits.argmax(-1, keepdim=True)                                                # [B, 1]
+        if len(hot):
+            cdf = logits[hot].softmax(-1).cumsum(-1)
+            point = torch.rand(len(hot), 1, generator=generator).to(device) * cdf[:, -1:]
+            chosen[hot] = torch.searchsorted(cdf, point, right=True).clamp(max=cdf.shape[1] - 1)
         answers = torch.cat((answers, chosen), 1)
         done |= torch.isin(chosen[:, 0], stop)
         if done.all() or new + 1 == max_new_tokens:
