@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from model import Block, KVCache, Llama, RMSNorm, attend, open_safetensors, read_json
+from model import Block, KVCache, Linear, Llama, RMSNorm, attend, lay_out, linear, open_safetensors, read_json
+
+MOST_TABULATED = 2**24      # numbers that the trigram tables may hold: beyond, W1 is applied at every step
 
 
 @dataclass
@@ -52,12 +54,13 @@ class Chimera(nn.Module):
         self.config, self.target, D = config, model.config, model.config.hidden_size
         self.register_buffer("vocab_ids", vocab_ids if config.draft_vocab else None)
         head = model.lm_head.weight[vocab_ids] if config.draft_vocab else model.lm_head.weight          # [W, D]
-        self.frozen = {"model": model, "head": head}        # in a dict: no submodule, no parameter of the draft
+        self.frozen = {"model": model, "head": lay_out(head)}   # in a dict: no submodule, no parameter of the draft
         self.trigram_in, self.trigram_out = nn.Linear(3 * D, D), nn.Linear(D, D)    # in place of the target's bottom
         self.block = Block(self.target)
         self.norm = RMSNorm(D, self.target.rms_norm_eps)
         width = D if config.heads == "light" else len(head)
-        self.heads = nn.ModuleList(nn.Linear(2 * D, width, bias=False) for _ in range(config.depth))
+        self.heads = nn.ModuleList(Linear(2 * D, width) for _ in range(config.depth))
+        self.table = None
         self.to(head.device, head.dtype)
         self._init_from(model)
 
@@ -74,9 +77,23 @@ class Chimera(nn.Module):
 
     def encode(self, trigrams: torch.Tensor) -> torch.Tensor:
         """Trigram ids [..., 3], oldest first, -1 where the text has not begun -> z [..., D]."""
+        if self.table is not None:
+            return self.trigram_out(F.silu(F.embedding_bag(trigrams + self.first_rows, self.table, mode="sum")))
         e = self.frozen["model"].embed(trigrams.clamp(min=0)).to(self.norm.weight.dtype)        # [..., 3, D]
         e = e * (trigrams >= 0).unsqueeze(-1)               # missing neighbours are zero vectors (unigram, bigram)
         return self.trigram_out(F.silu(self.trigram_in(e.flatten(-2))))
+
+    @torch.no_grad()
+    def tabulate(self) -> None:
+        """For decoding: trigram_in applied to the whole embedding once, so that a trigram is three gathers and a sum.
+        Row 0 of each of the three tables, [V + 1, D], is the missing neighbour."""
+        embed, D = self.frozen["model"].embed.weight, self.target.hidden_size
+        if 3 * embed.numel() > MOST_TABULATED:
+            return
+        tables = [F.pad(embed @ part.t(), (0, 0, 1, 0)) for part in self.trigram_in.weight.split(D, 1)]
+        tables[2] = tables[2] + self.trigram_in.bias        # the newest token is never missing
+        self.table = torch.cat(tables)                                          # [3 * (V + 1), D]
+        self.first_rows = torch.arange(3, device=embed.device) * len(tables[0]) + 1
 
     def context(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's states [B, T, D] that the block may attend to: all (an ablation leaves them out)."""
@@ -91,7 +108,7 @@ class Chimera(nn.Module):
         """-> logits over the draft's vocabulary [..., W]."""
         if self.config.heads == "full":
             return self.heads[step](state)
-        return F.linear(state.to(self.frozen["head"].dtype), self.frozen["head"])
+        return linear(state.to(self.frozen["head"].dtype), self.frozen["head"])
 
     # -- training: all steps at all positions at once -----------------------------------------------------------------
 
@@ -157,7 +174,10 @@ class Chimera(nn.Module):
             draft.load_state_dict(weights)
         except RuntimeError as error:
             raise ValueError(f"{folder}: config.json and weights differ: {' '.join(str(error).split())}") from None
-        return draft.requires_grad_(False)
+        for parameter in draft.requires_grad_(False).parameters():
+            parameter.data = lay_out(parameter.data)
+        draft.tabulate()
+        return draft
 
 
 def trigrams_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -219,7 +239,8 @@ class ChimeraState:
         known = self.pending if depth == 0 else self.above
         draft, n, R = self.draft, self.length, len(known)
         z = draft.encode(trigrams)                                                                  # [M, D]
-        rope = draft.frozen["model"].rope(slice(n - R, n + 1) if depth == 0 else n + offsets)
+        chain = slice(n + depth - R, n + depth + 1)         # a slice costs less than a gather
+        rope = draft.frozen["model"].rope(chain if depth == 0 or R == len(z) == 1 else n + offsets)
         q, k, v = draft.block.project(torch.cat((known, z))[None], *rope)
         k, v = self.cache.write(0, k, v)                                                            # [1, G, S, E]
         self.cache.length += R

@@ -68,16 +68,17 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
     seen, top1, top5 = torch.zeros(3, draft.config.depth, *tokens.shape, dtype=torch.bool, device=tokens.device)
     total = torch.zeros(draft.config.depth, device=tokens.device)
     for b, j in zip(*(index.split(CHUNK) for index in labelled.nonzero(as_tuple=True))):
-        p, neg_entropy, label, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1])
+        wanted, neg_entropy, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1], weights.kl)
         for k, leaf in enumerate(leaves, 1):
             has = j >= k                        # step k predicts token j+1 from position i = j - k, if there is one
+            has = slice(None) if has.all() else has
             at = (k - 1, b[has], j[has] - k)
             with torch.set_grad_enabled(scale is not None):
                 logits = draft.head_logits(k - 1, leaf[at[1], at[2]]).float()                   # [C, W]
-                loss = position_loss(logits, p[has], label[has], weights.kl, neg_entropy[has]).sum()
+                loss = position_loss(logits, wanted[has]).sum() + weights.kl * neg_entropy[has].sum()
                 if weights.state:
-                    wanted = hidden[b[has], j[has]].float()
-                    apart = F.smooth_l1_loss(leaf[at[1], at[2]].float(), wanted, reduction="none").mean(-1)
+                    state = hidden[b[has], j[has]].float()
+                    apart = F.smooth_l1_loss(leaf[at[1], at[2]].float(), state, reduction="none").mean(-1)
                     loss = loss + weights.state * apart.sum()
                 loss = loss * weights.decay ** (k - 1)
             if scale is not None:
@@ -92,26 +93,25 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
 
 
 @torch.no_grad()
-def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, label: torch.Tensor):
-    """hidden [C, D], next tokens [C] -> p over the draft's vocabulary [C, W], sum p log p [C], and as places in that
-    vocabulary (-1: not in it) the labels and the target's argmax [C]."""
-    logits = model.lm_head(hidden)                                              # [C, V]
-    best, ids = logits.argmax(-1), draft.vocab_ids
-    if ids is not None:
+def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, label: torch.Tensor, kl: float):
+    """hidden [C, D], next tokens [C] -> kl * p + one-hot(label) over the draft's vocabulary [C, W], sum p log p [C],
+    and the place of the target's argmax in that vocabulary [C] (-1: not in it). A label outside it has no one-hot."""
+    logits, ids = model.lm_head(hidden), draft.vocab_ids                        # [C, V]
+    if ids is None:
+        best = logits.argmax(-1)
+    else:
         place = torch.full((logits.shape[1],), -1, device=ids.device)
         place[ids] = torch.arange(len(ids), device=ids.device)
-        logits, label, best = logits[:, ids], place[label], place[best]
-    p = logits.softmax(-1, dtype=torch.float32)
-    return p, torch.xlogy(p, p).sum(-1), label, best
+        highest, logits, label = logits.amax(-1), logits[:, ids], place[label]  # amax is much faster than argmax
+        value, best = logits.max(-1)
+        best = best.masked_fill(value < highest, -1)
+    logp = logits.log_softmax(-1, dtype=torch.float32)
+    p = logp.exp()
+    neg_entropy = torch.linalg.vecdot(p, logp)
+    known = (label >= 0).float().unsqueeze(-1)
+    return p.mul_(kl).scatter_add_(-1, label.clamp(min=0).unsqueeze(-1), known), neg_entropy, best
 
 
-def position_loss(logits: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl: float, neg_entropy: torch.Tensor):
-    """logits of q [C, W], p [C, W], label [C], sum p log p [C] -> [C]: cross-entropy + kl * KL(p || q).
-
-    Written with log q = logits - logsumexp, which saves several passes over [C, W]. A label outside the draft's
-    vocabulary has no cross-entropy.
-    """
-    known = (label >= 0).float()
-    chosen = logits.gather(-1, label.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    loss = (known + kl) * logits.logsumexp(-1) - known * chosen
-    return loss + kl * (neg_entropy - (p * logits).sum(-1)) if kl else loss
+def position_loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """logits of q [C, W], kl * p + one-hot [C, W] -> [C]: cross-entropy + kl * KL(p || q), less kl * sum p log p."""
+    return -torch.linalg.vecdot(wanted, logits.log_softmax(-1))

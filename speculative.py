@@ -92,12 +92,11 @@ class Generator(Randomness):
         return int(torch.searchsorted(cdf, point, right=True))                  # right: probability 0 has no width
 
     def draw_distinct(self, probs: torch.Tensor, count: int) -> torch.Tensor:
-        """The Gumbel-top-k trick (Kool et al., arXiv 1903.06059): all rows at once, the same law as drawing in turn."""
-        exponential = -torch.log1p(-self._uniform(*probs.shape)).to(probs.device)       # u in [0, 1) -> never infinite
-        keys = probs.log() - exponential.clamp(min=1e-30).log()                 # log q + Gumbel noise
-        best, index = keys.topk(min(count, probs.shape[-1]))
-        index = index.masked_fill(best == -math.inf, -1)
-        return F.pad(index, (0, count - index.shape[1]), value=-1)
+        """An exponential race (Gumbel-top-k, Kool et al., arXiv 1903.06059): all rows at once, the law of drawing in turn."""
+        noise = -torch.log1p(-self._uniform(*probs.shape)).to(probs.device)     # u in [0, 1) -> never infinite
+        best, index = best_of(probs / noise.clamp(min=1e-30), count)
+        index = index.masked_fill(best == 0, -1)
+        return index if index.shape[1] == count else F.pad(index, (0, count - index.shape[1]), value=-1)
 
 
 NON_FINITE = "the model's logits are not finite; use dtype bfloat16 or float32 (float16 overflows on some checkpoints)"
@@ -216,6 +215,11 @@ class Round:
     committed: list[int]
 
 
+def best_of(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [M, W] -> the `count` highest of each row and their places, [M, count] (fewer if W is smaller)."""
+    return logits.max(-1, keepdim=True) if count == 1 else logits.topk(min(count, logits.shape[-1]))
+
+
 def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, randomness: Randomness):
     """Step 1: -> token ids of all nodes [N + 1] (-1: q had no token left), and (ids, q) by node.
 
@@ -225,16 +229,16 @@ def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, r
     grams = torch.tensor([[-1, -1, *context][-3:]], device=tokens.device)       # [M, 3], -1 before the beginning
     for depth, (level, mask) in enumerate(plan.levels):
         logits = drafter.step(depth, grams, level.offsets, mask(drafter.length))        # [M, W]
-        top, ids = logits.topk(min(level.fan if q_of is None else DRAFT_TOP, logits.shape[-1]))
-        ids = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]      # [M, top]
-        if q_of is None:
-            chosen = F.pad(ids, (0, level.fan - ids.shape[1]), value=-1)        # [M, fan]
-        else:
+        top, ids = best_of(logits, level.fan if q_of is None else DRAFT_TOP)    # [M, top]
+        chosen = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]
+        if q_of is not None:
             q = q_of(top)
-            drawn |= {node: (ids[row], q[row]) for row, node in enumerate(level.nodes)}
+            drawn |= {node: (chosen[row], q[row]) for row, node in enumerate(level.nodes)}
             picks = randomness.draw_distinct(q, level.fan)
-            chosen = ids.gather(1, picks.clamp(min=0)).masked_fill(picks < 0, -1)
-        children = chosen[level.parent, level.rank]
+            chosen = chosen.gather(1, picks.clamp(min=0)).masked_fill(picks < 0, -1)
+        if chosen.shape[1] < level.fan:                     # a tiny vocabulary
+            chosen = F.pad(chosen, (0, level.fan - chosen.shape[1]), value=-1)
+        children = chosen.flatten()[level.pick]
         tokens[level.first:level.first + len(children)] = children
         grams = torch.cat((grams[level.parent, 1:], children.clamp(min=0).unsqueeze(1)), 1)[level.grow]
     return tokens, drawn

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+import zlib
 from collections import Counter
 from functools import lru_cache
 from itertools import count, islice
@@ -217,6 +218,7 @@ OPTIONS = {
     "grad_accum": dict(type=int, default=1, help="micro-batches per optimiser step"),
     "lr": dict(type=float, default=1e-3, help="peak learning rate (2e-4 suits a 7B target)"),
     "max_length": dict(type=int, default=512, help="tokens per sample, the rest is cut off; with --distill per prompt"),
+    "init": dict(metavar="DIR", help="start from the weights of this earlier draft for the same target"),
     "depth": dict(type=int, default=5, help="steps K that the draft learns"),
     "heads": dict(choices=["light", "full"], default="light", help="light: the target's lm_head; full: one per step"),
     "draft_vocab": dict(type=int, default=0, help="propose only the N token ids most frequent in the answers; 0: all"),
@@ -284,8 +286,19 @@ def new_draft(args, model: Llama, samples: list, cls: type[Chimera] = Chimera) -
     ids = frequent_ids(samples, size, model.config.vocab_size).to(model.embed.weight.device) if size else None
     torch.manual_seed(args.seed)
     config = ChimeraConfig(args.depth, args.heads, size, args.greedy_tree, args.sampled_tree)
-    draft = cls(config, model, ids)
-    return draft.float()                        # float32 master weights, whatever the target's dtype
+    draft = cls(config, model, ids).float()     # float32 master weights, whatever the target's dtype
+    if args.init:
+        start_from(draft, Chimera.from_pretrained(args.init, model))
+    return draft
+
+
+@torch.no_grad()
+def start_from(draft: Chimera, earlier: Chimera) -> None:
+    """Takes over every weight of the same name and shape: the vocabulary, and with it full heads, may differ."""
+    theirs = dict(earlier.named_parameters())
+    for name, parameter in draft.named_parameters():
+        if name in theirs and theirs[name].shape == parameter.shape:
+            parameter.copy_(theirs[name])
 
 
 def split_samples(args, model: Llama, tok, chat: str) -> tuple[list, list]:
@@ -342,6 +355,11 @@ def main() -> None:
         return distill(model, tok, chat, args)
     samples, held_out = split_samples(args, model, tok, chat)
     args.steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch_size / args.grad_accum / args.world)
+    data = zlib.crc32(torch.cat([ids for ids, _ in samples]).numpy().tobytes())
+    if state and data != args.data_crc:
+        raise ValueError("the texts in --data are not those that this run began with; restore the files, or train anew "
+                         "with another --out")
+    args.data_crc = data
     print("settings:", json.dumps(vars(args)))
     draft = new_draft(args, model, samples)
     target_bytes = sum(p.numel() * p.element_size() for p in model.parameters())

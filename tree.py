@@ -35,9 +35,14 @@ class Level:
     mask: torch.Tensor          # [M, E + M] bool: which of the nodes expanded before, and of their own, each may see
     fan: int                    # most children of one node
     first: int                  # the children are the nodes first, first + 1, ...
-    parent: torch.Tensor        # [children] row of each child's parent in `nodes`
-    rank: torch.Tensor          # [children] its place among its siblings
-    grow: torch.Tensor          # rows of the children that have children themselves: the next level
+    pick: torch.Tensor | slice      # [children] where each child stands among the M x fan candidates
+    parent: torch.Tensor | slice    # [children] row of each child's parent in `nodes`
+    grow: torch.Tensor | slice      # rows of the children that have children themselves: the next level
+
+
+def as_index(rows: list[int], total: int) -> torch.Tensor | slice:
+    """Rows of a tensor that has `total`; all of them in order need no gather."""
+    return slice(None) if rows == list(range(total)) else torch.tensor(rows, dtype=torch.long)
 
 
 class Tree:
@@ -67,11 +72,12 @@ class Tree:
         nodes = [node for node in inner if len(self.paths[node]) == depth]
         above = sum(len(self.paths[node]) == depth - 1 for node in inner)
         kids = sorted(child for node in nodes for child in self.children[node])
-        return Level(nodes, torch.tensor([depth - 1] * above + [depth] * len(nodes)), self.mask[nodes][:, inner],
-                     max(len(self.children[node]) for node in nodes), kids[0],
-                     torch.tensor([nodes.index(self.parent[kid]) for kid in kids]),
-                     torch.tensor([self.paths[kid][-1] for kid in kids]),
-                     torch.tensor([row for row, kid in enumerate(kids) if self.children[kid]], dtype=torch.long))
+        fan = max(len(self.children[node]) for node in nodes)
+        parent = [nodes.index(self.parent[kid]) for kid in kids]
+        pick = [row * fan + self.paths[kid][-1] for row, kid in zip(parent, kids)]
+        grow = [row for row, kid in enumerate(kids) if self.children[kid]]
+        return Level(nodes, torch.tensor([depth - 1] * above + [depth] * len(nodes)), self.mask[nodes][:, inner], fan,
+                     kids[0], as_index(pick, len(nodes) * fan), as_index(parent, len(nodes)), as_index(grow, len(kids)))
 
     def cut(self, depth: int) -> "Tree":
         """The same tree without the nodes below `depth`."""
