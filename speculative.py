@@ -92,7 +92,7 @@ class Generator(Randomness):
         return int(torch.searchsorted(cdf, point, right=True))                  # right: probability 0 has no width
 
     def draw_distinct(self, probs: torch.Tensor, count: int) -> torch.Tensor:
-        """An exponential race (Gumbel-top-k, Kool et al., arXiv 1903.06059): all rows at once, the law of drawing in turn."""
+        """An exponential race (Gumbel-top-k, Kool et al., arXiv 1903.06059): the law of drawing in turn, for all rows."""
         noise = -torch.log1p(-self._uniform(*probs.shape)).to(probs.device)     # u in [0, 1) -> never infinite
         best, index = best_of(probs / noise.clamp(min=1e-30), count)
         index = index.masked_fill(best == 0, -1)
