@@ -4,12 +4,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from model import Llama, LlamaConfig, Tokenizer
 
+ASSETS = Path(__file__).parent / "assets"
 CHATS = ("auto", "none", "chatml")
 SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -116,7 +118,9 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        text = " ".join(str(error).split())
+        text += f" (it came with the repository: git -C {ASSETS.parent} checkout assets)" * (str(ASSETS) in text)
+        print("error:", text, file=sys.stderr)
         sys.exit(1)
 
 
@@ -138,4 +142,8 @@ def dtype_name(model: Llama) -> str:
 
 def load_target(folder: str, device: torch.device, dtype: str) -> tuple[Llama, Tokenizer]:
     width = LlamaConfig.from_pretrained(folder).hidden_size
-    return Llama.from_pretrained(folder, device, choose_dtype(dtype, device, width)), Tokenizer.from_pretrained(folder)
+    try:
+        model = Llama.from_pretrained(folder, device, choose_dtype(dtype, device, width))
+    except ValueError as error:
+        raise ValueError(str(error) if str(folder) in str(error) else f"{folder}: {error}") from None
+    return model, Tokenizer.from_pretrained(folder)

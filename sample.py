@@ -1,11 +1,12 @@
 """Decodes with a Chimera draft, or without one: the command line.
 
-    python sample.py                                        (the bundled storyteller and its draft)
+    python sample.py                            (the bundled storyteller and its draft, on a random opening)
     python sample.py --ckpt DIR --draft DIR --prompt "Once upon a time" --compare --color
 
 The text goes to standard output as it is committed, everything else to standard error.
 """
 import argparse
+import random
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from common import (
+    ASSETS,
     CHATS,
     TextStream,
     chat_prompt,
@@ -30,7 +32,7 @@ from speculative import default_tree, generate, is_greedy
 from tree import Tree
 
 GREEN, RESET = "\033[32m", "\033[0m"
-STORIES, DRAFT = (Path(__file__).parent / "assets" / name for name in ("stories", "stories-chimera"))
+STORIES, DRAFT, OPENINGS = (ASSETS / name for name in ("stories", "stories-chimera", "openings.txt"))
 
 
 @dataclass
@@ -56,11 +58,11 @@ class Result:
         return (len(self.ids) - 1) / max(1e-9, self.ended - self.first)
 
 
-def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None) -> Result:
+def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None, on_round=None) -> Result:
     """One generation, timed; show(ids) is called with each pass as it is committed."""
     result = Result(started=time.perf_counter())
     passes = generate(model, prompt, draft, args.tree if draft else None, args.max_new_tokens, args.temperature,
-                      args.top_k, args.top_p, eos_ids, torch.Generator().manual_seed(args.seed))
+                      args.top_k, args.top_p, eos_ids, torch.Generator().manual_seed(args.seed), on_round=on_round)
     for ids in passes:
         result.ended = time.perf_counter()
         result.first = result.first or result.ended
@@ -142,6 +144,7 @@ def parse_args() -> argparse.Namespace:
     args.ckpt = args.ckpt or str(STORIES)
     if len(sys.argv) == 1:                                  # the first run shows everything
         args.compare, args.color = True, sys.stdout.isatty()
+        args.prompt = random.choice(OPENINGS.read_text("utf-8").splitlines())
     return args
 
 

@@ -10,6 +10,7 @@ p is always the target's distribution and q the draft's. V vocabulary, N drafted
 positions, M nodes of one depth.
 """
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache as memoize
@@ -92,7 +93,7 @@ class Generator(Randomness):
         return int(torch.searchsorted(cdf, point, right=True))                  # right: probability 0 has no width
 
     def draw_distinct(self, probs: torch.Tensor, count: int) -> torch.Tensor:
-        """An exponential race (Gumbel-top-k, Kool et al., arXiv 1903.06059): the law of drawing in turn, for all rows."""
+        """An exponential race (Gumbel-top-k, Kool et al., arXiv 1903.06059), the same law as drawing in turn."""
         noise = -torch.log1p(-self._uniform(*probs.shape)).to(probs.device)     # u in [0, 1) -> never infinite
         best, index = best_of(probs / noise.clamp(min=1e-30), count)
         index = index.masked_fill(best == 0, -1)
@@ -205,7 +206,8 @@ class Cache:
 
 @dataclass
 class Round:
-    """One round, for display: p and q [V] by visited node (none when greedy), flips (chance, uniform) in order."""
+    """One round, for display: p and q [V] by visited node (none when greedy), flips (chance, uniform) in order, and the
+    seconds that each of the four steps took."""
     tree: Tree
     tokens: list[int]
     q: dict[int, torch.Tensor]
@@ -213,6 +215,7 @@ class Round:
     flips: list[tuple[float, float]]
     path: list[int]
     committed: list[int]
+    seconds: list[float]
 
 
 def best_of(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,6 +307,20 @@ def prefill(model: Llama, cache: Cache, prompt: list[int], p_of: Callable | None
     return [first]
 
 
+class Watch:
+    """Times the steps of a round; without a device it does nothing."""
+
+    def __init__(self, device: torch.device | None):
+        self.device, self.laps, self.last = device, [], time.perf_counter()
+
+    def lap(self) -> None:
+        if self.device is not None:
+            if self.device.type == "cuda":                  # kernels are only queued until then
+                torch.cuda.synchronize(self.device)
+            now = time.perf_counter()
+            self.laps, self.last = [*self.laps, now - self.last], now
+
+
 @torch.inference_mode()
 def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eos, on_round) -> Iterator[list[int]]:
     """The decode loop."""
@@ -312,14 +329,19 @@ def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eo
     yield new
     while left > 0 and new[-1] not in eos:
         flips, plan = len(randomness.log), plan_for(left, len(cache.tokens))
+        watch = Watch(on_round and cache.kv.kv.device)
         ids, drawn = draft_tree(cache.drafter, plan, cache.tokens[-3:], p_of, randomness)                   # 1. draft
+        watch.lap()
         hidden, logits = verify(model, cache.kv, plan, ids)                                                 # 2. verify
+        watch.lap()
         tokens = ids.tolist()
         path, bonus, p, q = judge(plan.tree.children, tokens, logits, drawn, p_of, randomness)              # 3. accept
+        watch.lap()
         new = commit(cache, tokens, hidden, path, bonus, eos)                                               # 4. commit
+        watch.lap()
         left -= len(new)
         if on_round is not None:
-            on_round(Round(plan.tree, tokens, q, p, randomness.log[flips:], path, new))
+            on_round(Round(plan.tree, tokens, q, p, randomness.log[flips:], path, new, watch.laps))
         yield new
 
 

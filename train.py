@@ -1,5 +1,6 @@
 """Trains a Chimera draft on a frozen target: a parallel forward over a text trains all K steps (arXiv 2402.15758).
 
+    python train.py                                     (the bundled storyteller's draft anew, in about 3 minutes)
     python train.py --ckpt DIR --data answers.jsonl stories.txt.gz --out DIR --steps 2000
 
 Loss: sum over steps k of [cross-entropy on the next token + kl * KL(p || q)], p the target's distribution there, q the
@@ -24,13 +25,15 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from common import CHATS, choose_chat, choose_device, dtype_name, load_target, parse_options, run
+from common import ASSETS, CHATS, choose_chat, choose_device, dtype_name, load_target, parse_options, run
 from data import HiddenCache, batch_order, collate, frequent_ids, load_samples
 from distill import distill
 from draft import Chimera, ChimeraConfig
 from loss import CHUNK, Meter, Weights, batch_loss
 from model import Llama, LlamaConfig
 from plot import training_chart
+from sample import DRAFT, OPENINGS, STORIES
+from speculative import generate
 from tree import Tree
 
 MOST_BAD_STEPS = 20     # steps with a loss that is not finite before the run gives up
@@ -208,7 +211,8 @@ OPTIONS = {
     "ckpt": dict(help="folder of the frozen target, Hugging Face layout"),
     "data": dict(nargs="+", metavar="FILE", help="ShareGPT-form .json or .jsonl, answers from --distill, or .txt with "
                  "<|endoftext|> between texts; .gz of each"),
-    "out": dict(required=True, help="folder for draft and training state; with --distill the .jsonl for the answers"),
+    "out": dict(default="out", help="folder for draft and training state; with --distill the .jsonl for the answers"),
+    "force": dict(action="store_true", help="begin anew although --out holds a draft: it is overwritten"),
     "distill": dict(nargs="+", metavar="FILE", help="do not train: let the target answer the prompts in these files; "
                     "an earlier --out is continued"),
     "max_new_tokens": dict(type=int, default=256, help="tokens per answer with --distill"),
@@ -240,13 +244,23 @@ OPTIONS = {
 }
 
 
+BUNDLED = {"ckpt": str(STORIES), "data": [str(ASSETS / "written.jsonl.gz")], "steps": 150, "batch_size": 16,
+           "lr": 3e-3, "max_length": 256, "dtype": "bfloat16", "save_every": 50, "sampled_tree": "chain:2"}
+
+
 def parse_args() -> argparse.Namespace:
-    return parse_options(__doc__, OPTIONS)
+    """Without --ckpt and --data: the bundled storyteller, its text and settings, where nothing else was given."""
+    args = parse_options(__doc__, OPTIONS)
+    if not (args.ckpt or args.data or args.distill or args.resume):
+        unset = {k: v for k, v in BUNDLED.items() if getattr(args, k) == OPTIONS[k].get("default")}
+        args = argparse.Namespace(**vars(args) | unset)
+    return args
 
 
 def check(args) -> None:
     if not args.ckpt or not (args.data or args.distill):
-        raise ValueError("--ckpt and --data are needed (or --resume with the --out of an earlier run)")
+        raise ValueError("--ckpt and --data are needed together, or neither for the bundled storyteller "
+                         "(--resume needs only the --out of an earlier run)")
     for name in ("batch_size", "grad_accum", "lr", "max_length", "depth", "save_every", "epochs", "max_new_tokens",
                  "depth_decay"):
         if not 0 < getattr(args, name) < math.inf:
@@ -264,8 +278,9 @@ def check(args) -> None:
     for spec in filter(None, (args.greedy_tree, args.sampled_tree)):
         if Tree.parse(spec).depth > args.depth:
             raise ValueError(f"tree {spec} is {Tree.parse(spec).depth} deep, the draft has --depth {args.depth}")
-    if (Path(args.out) / "config.json").exists():
-        raise ValueError(f"{args.out} already holds a draft; continue it with --resume or choose another --out")
+    if (Path(args.out) / "config.json").exists() and not args.force:
+        raise ValueError(f"{args.out} already holds a draft; continue it with --resume, choose another --out, or "
+                         "overwrite it with --force")
 
 
 def load_run(out: str) -> tuple[dict, argparse.Namespace]:
@@ -325,6 +340,18 @@ def processes(args) -> None:
             sys.stdout = open(os.devnull, "w")              # rank 0 speaks for all
 
 
+def beside_bundled(out: str, model: Llama, tok) -> str:
+    """Greedy tau on the held-out openings: this draft, and the bundled one."""
+    taus = []
+    for folder in (out, DRAFT):
+        draft, tokens, passes = Chimera.from_pretrained(folder, model), 0, 0
+        for opening in OPENINGS.read_text("utf-8").splitlines()[:8]:
+            rounds = list(generate(model, tok.encode(opening), draft, max_new_tokens=96, eos_ids=tok.eos_ids))[1:]
+            tokens, passes = tokens + sum(map(len, rounds)), passes + len(rounds)
+        taus.append(tokens / max(1, passes))
+    return f"tau on 8 held-out openings, greedy: {taus[0]:.2f}; the bundled draft: {taus[1]:.2f}"
+
+
 def memory_estimate(draft: Chimera, target: LlamaConfig, target_bytes: int, args) -> dict[str, float]:
     """GB by part, before anything is allocated for training: a guide, not a measurement."""
     own = sum(p.numel() for p in draft.parameters())
@@ -378,6 +405,8 @@ def main() -> None:
         rows = [json.loads(line) for line in Path(args.out, "log.jsonl").read_text().splitlines()]
         training_chart(rows, Path(args.out))
         print(f"held out ({len(held_out)} samples):\n{report(evaluate(draft, model, held_out, args))}")
+        if args.ckpt == BUNDLED["ckpt"]:
+            print(beside_bundled(args.out, model, tok))
         print(f"draft in {args.out}; try: python sample.py --ckpt {args.ckpt} --draft {args.out} --compare")
 
 

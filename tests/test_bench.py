@@ -46,3 +46,28 @@ def test_useless_prompts_are_named(cli, tmp_path, capsys, text, words):
     (tmp_path / "p.jsonl").write_text(text)
     assert cli("--prompts", tmp_path / "p.jsonl") == 1
     assert words in capsys.readouterr().err
+
+
+def test_tree_auto_tries_trees_and_keeps_one(cli, tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("Tom saw a cat\n")
+    assert cli("--prompts", tmp_path / "lines.txt", "--max_new_tokens", 6, "--tree", "auto") == 0
+    out = capsys.readouterr().out
+    tried = dict(line[5:].split(": ") for line in out.splitlines() if line.startswith("tree chain"))
+    assert len(tried) == 5 and any(f"  tree {tree}  " in out for tree in bench.AUTO)
+
+
+def test_stages_add_up_to_a_round(cli, tmp_path):
+    (tmp_path / "lines.txt").write_text("Tom saw a cat\n")
+    options = ["--prompts", tmp_path / "lines.txt", "--max_new_tokens", 60, "--json", tmp_path / "out.json"]
+    assert cli(*options) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert min(found["t_draft_ms"], found["t_verify_ms"], found["t_other_ms"], found["t1_ms"]) > 0
+    low, high = found["interval_95"]
+    assert low <= found["speedup"] <= high and found["peak_memory_mb"] > 10
+
+
+@pytest.mark.parametrize("options, words", [(["--n", 0], "--n must be"), (["--threads", 0], "--threads must be"),
+                                            (["--max_new_tokens", 1], "--max_new_tokens must be 2")])
+def test_useless_options_are_named(cli, capsys, options, words):
+    assert cli(*options) == 1
+    assert words in capsys.readouterr().err

@@ -482,7 +482,7 @@ def test_a_run_reports_data_settings_and_agreement(tmp_path, tiny_run, capsys):
 
 OK = ["--ckpt", "toy", "--data", "stories.txt"]
 WRONG = {
-    "no ckpt": (["--data", "stories.txt"], "--ckpt and --data are needed"),
+    "no ckpt": (["--data", "stories.txt"], "--ckpt and --data are needed together"),
     "no data": (["--ckpt", "toy"], "--ckpt and --data are needed"),
     "missing ckpt": (["--ckpt", "nowhere", "--data", "stories.txt"], "nowhere/config.json not found"),
     "missing data": ([*OK, "no.txt"], "no.txt not found"),
