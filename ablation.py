@@ -95,7 +95,7 @@ def one_arm(name: str, model, tok, chat: str, base: argparse.Namespace, options)
     draft = train.new_draft(args, model, samples, cls)
     Path(args.out).mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
-    if not train.train(args, draft, model, samples, optimizer, 0):
+    if not train.train(args, draft, model, samples, held_out, optimizer, 0):
         raise KeyboardInterrupt                             # half an arm is no row
     meter = train.evaluate(draft, model, held_out, args)
     return {"agreement": meter.agreement(meter.top1), "top5": meter.agreement(meter.top5)}

@@ -39,7 +39,7 @@ def line_chart(series: dict[str, list[tuple[float, float]]], title: str, x_label
 
 
 def training_chart(rows: list[dict], path: Path, buckets: int = 200) -> None:
-    """log.jsonl rows of train.py -> loss.svg and agreement.svg in the folder `path`, each row a mean over a bucket."""
+    """log.jsonl rows of train.py -> loss.svg, agreement.svg and, if it was measured, tau.svg in the folder `path`."""
     rows = [row for row in rows if math.isfinite(row["loss"])]
     size = -(-len(rows) // buckets)
     groups = [rows[i:i + size] for i in range(0, len(rows), size)]
@@ -52,3 +52,10 @@ def training_chart(rows: list[dict], path: Path, buckets: int = 200) -> None:
     Path(path, "agreement.svg").write_text(line_chart(agreement, "top-1 agreement with the target", "optimiser steps"))
     loss = {"loss": mean(lambda row: row["loss"])}
     Path(path, "loss.svg").write_text(line_chart(loss, "training loss, summed over the steps", "optimiser steps"))
+    tokens, curve = 0, []
+    for row in rows:
+        tokens += row["tokens"]
+        curve += [(tokens / 1e3, row["held_out_tau"])] if "held_out_tau" in row else []
+    if curve:
+        tau = line_chart({"held out": curve}, "expected tau of a greedy chain", "thousand answer tokens seen", start=1)
+        Path(path, "tau.svg").write_text(tau)

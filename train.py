@@ -171,8 +171,8 @@ def open_log(path: Path, step: int):
     return open(path, "a", encoding="utf-8")
 
 
-def train(args, draft: Chimera, model: Llama, samples: list, optimizer, step: int) -> bool:
-    """Runs from `step` to args.steps -> whether it came to the end. Logs each step, saves every save_every steps."""
+def train(args, draft: Chimera, model: Llama, samples: list, held_out: list, optimizer, step: int) -> bool:
+    """Runs from `step` to args.steps -> whether it came to the end. Logs each step; saves and measures at times."""
     out, stop, skipped, first = Path(args.out), Stop(), Counter(), args.rank == 0
     cache = HiddenCache(Path(args.hidden_cache, f"rank{args.rank}"), samples, model) if args.hidden_cache else None
     batches, meter, start, used = batches_from(samples, args, step), Meter(args.depth), time.time(), 0
@@ -188,15 +188,19 @@ def train(args, draft: Chimera, model: Llama, samples: list, optimizer, step: in
             step, used, meter = step + 1, used + tokens, meter.merge(one)
             rate, hits = used / (time.time() - start), [round(x, 3) for x in one.agreement(one.top1)]
             lr = optimizer.param_groups[0]["lr"]
-            log.write(json.dumps({"step": step, "loss": loss, "lr": lr, "tokens": tokens, "tokens_per_s": round(rate),
-                                  "agreement": hits}) + "\n")
+            stop.agree(args)
+            due = first and (step % args.save_every == 0 or step == args.steps)
+            row = {"step": step, "loss": loss, "lr": lr, "tokens": tokens, "tokens_per_s": round(rate),
+                   "agreement": hits}
+            if due and held_out:
+                row["held_out_tau"] = round(evaluate(draft, model, held_out, args).tau(), 3)
+            log.write(json.dumps(row) + "\n")
             bar.update()
             if step % 10 == 0:
                 shown = " ".join(f"{x:.2f}" for x in meter.agreement(meter.top1))
                 bar.set_postfix_str(f"loss {loss:.2f}, lr {lr:.1e}, {rate:.0f} tok/s, agreement {shown}")
                 meter = Meter(args.depth)
-            stop.agree(args)
-            if first and (step % args.save_every == 0 or step == args.steps or stop.now):
+            if due or (first and stop.now):
                 log.flush()
                 save(out, draft, optimizer, vars(args), step)
     bar.close()
@@ -235,7 +239,7 @@ OPTIONS = {
     "chat": dict(default="auto", help=f"template for conversations: {', '.join(CHATS)}"),
     "hidden_cache": dict(metavar="DIR", help="keep the target's hidden states there (memory-mapped), so that further "
                          "epochs skip its forward"),
-    "save_every": dict(type=int, default=200, help="optimiser steps between checkpoints"),
+    "save_every": dict(type=int, default=200, help="optimiser steps between checkpoints, each with held-out tau"),
     "resume": dict(action="store_true", help="continue the run in --out, with its own settings"),
     "seed": dict(type=int, default=0, help="of the order of the data, and of drawn answers"),
     "device": dict(default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one"),
@@ -399,7 +403,7 @@ def main() -> None:
     elif args.rank == 0:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         save(Path(args.out), draft, optimizer, vars(args), 0)       # shows at once whether --out can be written
-    if not train(args, draft, model, samples, optimizer, state["step"] if state else 0):
+    if not train(args, draft, model, samples, held_out, optimizer, state["step"] if state else 0):
         return print(f"stopped and saved; continue with: python train.py --out {args.out} --resume")
     if args.rank == 0:
         rows = [json.loads(line) for line in Path(args.out, "log.jsonl").read_text().splitlines()]
