@@ -1,6 +1,7 @@
 """What each part of the draft is worth: trains one draft per arm, all for the same number of steps, and measures them.
 
-    python ablation.py --ckpt assets/stories --data answers.jsonl --raw stories.txt.gz --out out/ablation
+    python ablation.py --data answers.jsonl --raw stories.txt.gz --out out/ablation
+    python ablation.py --ckpt DIR --data answers.jsonl --out out/ablation2 --arms 0 4 8 --questions spec_bench.jsonl
 
 Each arm is the default draft with one thing changed (as in the paper, and more). Figures: top-1 agreement
 by depth on held-out samples, tau and speedup of a greedy chain on held-out openings (bench.py). A finished arm is not
@@ -14,9 +15,9 @@ import torch
 
 import bench
 import train
-from common import choose_chat, load_target, run
+from common import chat_prompt, choose_chat, load_target, run
 from draft import Chimera, ChimeraState
-from sample import STORIES
+from sample import OPENINGS, STORIES
 
 
 class WithoutTrigram(Chimera):
@@ -66,6 +67,7 @@ class HeadsAloneState(ChimeraState):
         return self.draft.head_logits(depth, self.draft.head_input(depth, h, torch.zeros_like(h)))
 
 
+RAW = "raw stories instead of its own"
 ARMS = {                        # name: (class, changed settings)
     "default (K = 5, light heads, KL)": (Chimera, {}),
     "without trigram": (WithoutTrigram, {}),
@@ -80,7 +82,7 @@ ARMS = {                        # name: (class, changed settings)
     "K = 3": (Chimera, {"depth": 3}),
     "K = 4": (Chimera, {"depth": 4}),
     "K = 6": (Chimera, {"depth": 6}),
-    "raw stories instead of its own": (Chimera, {"data": "raw"}),
+    RAW: (Chimera, {"data": "raw"}),
 }
 
 
@@ -101,41 +103,51 @@ def one_arm(name: str, model, tok, chat: str, base: argparse.Namespace, options)
     return {"agreement": meter.agreement(meter.top1), "top5": meter.agreement(meter.top5)}
 
 
-def decode_arm(name: str, model, tok, options) -> dict:
-    """Greedy chains on the held-out openings, beside plain decoding -> tau, speedup."""
+def decode_arm(name: str, model, tok, chat: str, options) -> dict:
+    """Greedy chains on prompts that no draft saw, beside plain decoding -> tau, speedup."""
     draft = ARMS[name][0].from_pretrained(Path(options.out) / str(list(ARMS).index(name)), model)
     settings = argparse.Namespace(max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0,
                                   tree=f"chain:{draft.config.depth}")
-    prompts = [(category, tok.encode(text)) for category, text in bench.read_prompts(bench.OPENINGS, options.prompts)]
+    rows = bench.read_prompts(Path(options.questions), options.prompts)
+    prompts = [(category, chat_prompt(tok, chat, [text])) for category, text in rows]
     figures = bench.measure(model, tok, draft, prompts, settings)["all"]
     return {key: figures[key] for key in ("tau", "speedup", "identical")}
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", default=str(STORIES))
     parser.add_argument("--data", nargs="+", required=True, help="the target's own texts")
-    parser.add_argument("--raw", nargs="+", required=True, help="texts of somebody else")
+    parser.add_argument("--raw", nargs="+", help="texts of somebody else, for the last arm")
     parser.add_argument("--out", required=True)
+    parser.add_argument("--arms", nargs="+", type=int, default=range(len(ARMS)), help="numbers of the table's rows")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--prompts", type=int, default=20, help="held-out openings per arm")
-    options = parser.parse_args()
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--draft_vocab", type=int, default=0)
+    parser.add_argument("--questions", default=str(OPENINGS), help="what to decode: as bench.py --prompts")
+    parser.add_argument("--prompts", type=int, default=20, help="how many of them")
+    parser.add_argument("--dtype", default="float32", help="in which they are decoded")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_args()
+    names = [name for number, name in enumerate(ARMS) if number in options.arms and (options.raw or name != RAW)]
     base = argparse.Namespace(**{name: keywords.get("default", False) for name, keywords in train.OPTIONS.items()})
-    vars(base).update(data=options.data, steps=options.steps, save_every=options.steps, lr=3e-3, dtype_used="bfloat16",
-                      device_used="cpu", rank=0, world=1, hidden_cache=None)
+    vars(base).update(data=options.data, steps=options.steps, save_every=options.steps, lr=options.lr, rank=0, world=1,
+                      draft_vocab=options.draft_vocab, dtype_used="bfloat16", device_used="cpu")
     device, rows_file = torch.device("cpu"), Path(options.out) / "rows.json"
     model, tok = load_target(options.ckpt, device, "bfloat16")
-    fast, _ = load_target(options.ckpt, device, "float32")              # in which the small storyteller decodes
     chat = choose_chat("auto", tok)
     rows = json.loads(rows_file.read_text()) if rows_file.exists() else {}
     rows_file.parent.mkdir(parents=True, exist_ok=True)
-    for name in ARMS:
-        if name not in rows:
-            rows[name] = one_arm(name, model, tok, chat, base, options)
-            rows_file.write_text(json.dumps(rows, indent=1))
+    for name in (name for name in names if name not in rows):
+        rows[name] = one_arm(name, model, tok, chat, base, options)
+        rows_file.write_text(json.dumps(rows, indent=1))
+    model, _ = load_target(options.ckpt, device, options.dtype)
     print("| arm | agreement by depth | tau | speedup |\n|---|---|---|---|")
-    for name, row in rows.items():
-        row |= decode_arm(name, fast, tok, options)
+    for name in names:
+        row = rows[name] = rows[name] | decode_arm(name, model, tok, chat, options)
         agreement = " ".join(f"{a:.3f}"[1:] for a in row["agreement"])
         print(f"| {name} | {agreement} | {row['tau']:.2f} | {row['speedup']:.2f} |", flush=True)
     rows_file.write_text(json.dumps(rows, indent=1))
