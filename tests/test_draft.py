@@ -53,6 +53,17 @@ def test_the_draft_state_after_many_rounds_is_that_of_a_fresh_one():
         assert torch.allclose(mine.cache.kv[..., :mine.length, :], fresh.cache.kv[..., :mine.length, :], atol=1e-5)
 
 
+def test_trigram_tables_give_the_encoder_s_numbers(monkeypatch):
+    draft, trigrams = tiny_draft(MODEL), torch.tensor([[-1, -1, 3], [-1, 0, 39], [39, 0, 7]])
+    slow = draft.encode(trigrams)
+    draft.tabulate()
+    assert torch.allclose(draft.encode(trigrams), slow, atol=1e-5) and draft.table.shape == (3 * 41, 32)
+    monkeypatch.setattr("draft.MOST_TABULATED", 100)
+    large = tiny_draft(MODEL)
+    large.tabulate()
+    assert large.table is None
+
+
 def test_missing_neighbours_are_zero_vectors():
     draft = tiny_draft(MODEL)
     assert trigrams_of(torch.tensor([[5, 6, 7]])).tolist() == [[[-1, -1, 5], [-1, 5, 6], [5, 6, 7]]]
