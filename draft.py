@@ -73,9 +73,14 @@ class Chimera(nn.Module):
     # -- the parts ----------------------------------------------------------------------------------------------------
 
     def encode(self, trigrams: torch.Tensor) -> torch.Tensor:
-        """Trigram ids [..., 3], oldest first, -1 where the text has not begun -> z [..., D]."""
+        """Trigram ids [..., 3], oldest first, -1 where the text has not begun -> z [..., D].
+
+        z = trigram_out(silu(trigram_in([e_{i-2}; e_{i-1}; e_i]))), e the target's embeddings (frozen["model"].embed) in
+        the draft's dtype (norm.weight's); missing neighbours are zero vectors (unigram, bigram).
+        """
+        # exercise 7
         e = self.frozen["model"].embed(trigrams.clamp(min=0)).to(self.norm.weight.dtype)        # [..., 3, D]
-        e = e * (trigrams >= 0).unsqueeze(-1)               # missing neighbours are zero vectors (unigram, bigram)
+        e = e * (trigrams >= 0).unsqueeze(-1)
         return self.trigram_out(F.silu(self.trigram_in(e.flatten(-2))))
 
     def context(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -83,12 +88,21 @@ class Chimera(nn.Module):
         return hidden
 
     def head_input(self, step: int, h: torch.Tensor, hhat: torch.Tensor) -> torch.Tensor:
-        """Residual path: the last verified target state h and hhat, [..., D] each -> what head_logits reads."""
+        """Residual path: the last verified target state h and hhat, [..., D] each -> what head_logits reads.
+
+        Light heads: R_k [h; hhat], [..., D], where R_k is heads[step]; full heads: [h; hhat] itself, [..., 2D].
+        """
+        # exercise 7
         both = torch.cat((h, hhat), -1)
         return self.heads[step](both) if self.config.heads == "light" else both
 
     def head_logits(self, step: int, state: torch.Tensor) -> torch.Tensor:
-        """-> logits over the draft's vocabulary [..., W]."""
+        """What head_input gave -> logits over the draft's vocabulary [..., W].
+
+        Full heads: heads[step], Linear_k(2D -> W). Light heads: the target's lm_head, whose rows of the draft's
+        vocabulary are the matrix frozen["head"] [W, D], in that matrix's dtype.
+        """
+        # exercise 7
         if self.config.heads == "full":
             return self.heads[step](state)
         return F.linear(state.to(self.frozen["head"].dtype), self.frozen["head"])
@@ -162,6 +176,7 @@ class Chimera(nn.Module):
 
 def trigrams_of(tokens: torch.Tensor) -> torch.Tensor:
     """tokens [B, T] -> ids of positions i-2, i-1, i, [B, T, 3]; -1 before the beginning."""
+    # exercise 7
     return F.pad(tokens, (2, 0), value=-1).unfold(1, 3, 1)
 
 

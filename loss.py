@@ -70,8 +70,7 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
     for b, j in zip(*(index.split(CHUNK) for index in labelled.nonzero(as_tuple=True))):
         p, neg_entropy, label, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1])
         for k, leaf in enumerate(leaves, 1):
-            has = j >= k                        # step k predicts token j+1 from position i = j - k, if there is one
-            at = (k - 1, b[has], j[has] - k)
+            has, at = drafted_from(k, b, j)
             with torch.set_grad_enabled(scale is not None):
                 logits = draft.head_logits(k - 1, leaf[at[1], at[2]]).float()                   # [C, W]
                 loss = position_loss(logits, p[has], label[has], weights.kl, neg_entropy[has]).sum()
@@ -91,10 +90,26 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
     return total.sum().item()
 
 
+def drafted_from(k: int, b: torch.Tensor, j: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+    """Text b and position j [C] of labelled tokens j+1 -> (which of them step k predicts, bool [C]; their indices).
+
+    Step k = 1..K at position i predicts token i+k+1: so token j+1 from i = j - k, if there is one. The indices are
+    those of [K, B, T] tensors: (k - 1, b, i), b and i of the predicted ones only.
+    """
+    # exercise 8
+    has = j >= k
+    return has, (k - 1, b[has], j[has] - k)
+
+
 @torch.no_grad()
 def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, label: torch.Tensor):
     """hidden [C, D], next tokens [C] -> p over the draft's vocabulary [C, W], sum p log p [C], and as places in that
-    vocabulary (-1: not in it) the labels and the target's argmax [C]."""
+    vocabulary (-1: not in it) the labels and the target's argmax [C].
+
+    p is the softmax, in float32, of the target's logits (model.lm_head) at draft.vocab_ids [W] (None: at all V tokens);
+    the argmax is that over all V. 0 log 0 = 0.
+    """
+    # exercise 8
     logits = model.lm_head(hidden)                                              # [C, V]
     best, ids = logits.argmax(-1), draft.vocab_ids
     if ids is not None:
@@ -108,9 +123,10 @@ def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, labe
 def position_loss(logits: torch.Tensor, p: torch.Tensor, label: torch.Tensor, kl: float, neg_entropy: torch.Tensor):
     """logits of q [C, W], p [C, W], label [C], sum p log p [C] -> [C]: cross-entropy + kl * KL(p || q).
 
-    Written with log q = logits - logsumexp, which saves several passes over [C, W]. A label outside the draft's
-    vocabulary has no cross-entropy.
+    Cross-entropy is -log q(label), 0 for a label outside the draft's vocabulary (-1); KL(p || q) is sum p (log p - log
+    q). Written with log q = logits - logsumexp, which saves several passes over [C, W].
     """
+    # exercise 8
     known = (label >= 0).float()
     chosen = logits.gather(-1, label.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     loss = (known + kl) * logits.logsumexp(-1) - known * chosen
