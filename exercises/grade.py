@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch            # here, so that the processes that part from this one have it already
+import torch  # here, so that the processes that part from this one have it already
 from make import FILES, KEY, ROOT, ignored, regions
 
 EXERCISES = {1: ("RoPE and grouped attention", 12), 2: ("residual sampling", 12), 3: ("chain accept", 12),
@@ -176,15 +176,17 @@ def run_tests(repo: Path, tests: list[str], results: Path, quiet: bool) -> None:
     if quiet:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(repo), "-c", str(repo / "pyproject.toml")]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--rootdir", str(repo),
+               "-c", str(repo / "pyproject.toml"), *(["--assert=plain"] if quiet else [])]
     results.write_text(str(int(pytest.main([*options, *tests]))))
 
 
-def passes(repo: Path, tests: list[str], seconds: float, quiet: bool = True) -> bool:
+def outcome(repo: Path, tests: list[str], seconds: float, quiet: bool = True) -> str:
+    """-> pytest's exit code, "0": all passed, "1": one failed; "" if it did not come to an end."""
     results = repo / "results"
-    results.unlink(missing_ok=True)
-    in_time = in_a_process(run_tests, repo, tests, results, quiet, seconds=seconds)
-    return in_time and results.is_file() and results.read_text() == "0"
+    results.write_text("")
+    in_a_process(run_tests, repo, tests, results, quiet, seconds=seconds)
+    return results.read_text()
 
 
 def zoo(theirs: Path | None) -> dict[str, bool]:
@@ -192,11 +194,11 @@ def zoo(theirs: Path | None) -> dict[str, bool]:
     with tempfile.TemporaryDirectory() as folder:
         repo, seconds = answers(Path(folder).resolve()), 120.0
         if theirs is not None:
-            place = repo / "their_tests"
-            place.mkdir()
-            shutil.copytree(theirs, place, dirs_exist_ok=True) if theirs.is_dir() else shutil.copy(theirs, place)
+            place = repo / "their_tests" / theirs.name
+            place.parent.mkdir()
+            place = shutil.copytree(theirs, place) if theirs.is_dir() else shutil.copy(theirs, place)
             start = time.monotonic()
-            if not passes(repo, [str(place)], seconds=600, quiet=False):
+            if outcome(repo, [str(place)], seconds=600, quiet=False) != "0":
                 raise ValueError(f"{theirs} must first pass on the correct code; what pytest says stands above")
             seconds = 20 + 5 * (time.monotonic() - start)   # a fault may also make an endless loop: that is noticed
         noticed = {}
@@ -206,8 +208,11 @@ def zoo(theirs: Path | None) -> dict[str, bool]:
             path, text = patched(repo, patch)
             correct = path.read_text("utf-8")
             path.write_text(text, "utf-8")
-            noticed[file.stem] = not passes(repo, own if theirs is None else [str(place)], seconds)
+            code = outcome(repo, own if theirs is None else [str(place)], seconds)
             path.write_text(correct, "utf-8")
+            if theirs is None and code not in "01":
+                raise ValueError(f"{file.name}: {own} did not run, pytest's exit code is {code!r}")
+            noticed[file.stem] = code != "0"
             print(f"{'killed  ' if noticed[file.stem] else 'SURVIVES'}  {file.stem}", flush=True)
     return noticed
 
