@@ -109,7 +109,10 @@ class KVCache:
             self.kv = grown
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v [B, G, T, E] -> all keys and values up to and with them, [B, G, S, E] each (views of self.kv[layer])."""
+        """k, v [B, G, T, E] -> all keys and values up to and with them, [B, G, S, E] each; length stays.
+
+        They are views of self.kv[layer], [2, B, G, rows, E], keys before values: nothing but the T new rows is copied.
+        """
         # exercise 4
         end = self.length + k.shape[2]
         keys, values = self.kv[layer]

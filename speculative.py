@@ -273,8 +273,9 @@ def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, r
 def verify(model: Llama, cache: KVCache, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Step 2: one target pass over root and nodes -> (hidden [N + 1, D], logits [N + 1, V]).
 
-    tokens [N + 1]; a node without a token (-1) is fed any id. A node of depth d stands at position n + d and sees what
-    plan.mask(n) allows. The cache counts n rows before and after: commit alone decides which of the new ones stay.
+    tokens [N + 1]; a node without a token (-1) is fed any id. A node of depth d (plan.depths) stands at position n + d
+    and sees what plan.mask(n) allows. The cache counts n rows before and after, though hidden_states moves its length:
+    commit alone decides which of the new ones stay.
     """
     # exercise 5
     n = cache.length

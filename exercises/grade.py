@@ -1,4 +1,4 @@
-"""Grades the exercises, or the tests that a student wrote. No network, about half a minute on a laptop.
+"""Grades the exercises, or the tests that a student wrote. No network; seconds for exercises, half a minute for tests.
 
     python exercises/grade.py                               # this folder
     python exercises/grade.py DIR --json score.json         # a student's folder, by the answers and checks of this one
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch  # here, so that the processes that part from this one have it already
-from make import FILES, KEY, ROOT, ignored, regions
+from make import BLANK, FILES, KEY, ROOT, ignored, regions
 
 EXERCISES = {1: ("RoPE and grouped attention", 12), 2: ("residual sampling", 12), 3: ("chain accept", 12),
              4: ("KV cache", 10), 5: ("tree mask and positions", 14), 6: ("tree accept", 16),
@@ -226,6 +226,8 @@ def main() -> None:
     parser.add_argument("--zoo", metavar="THEIR_TESTS", nargs="?", const="", help="a file or folder of pytest tests: "
                         "which planted faults do they notice? Without a name: this repository's own tests")
     args = parser.parse_args()
+    if not (ROOT / KEY).is_file() and any(BLANK in (ROOT / name).read_text("utf-8") for name in FILES):
+        parser.error("this folder has blanks and no answer key; grade it by a copy that has the answers")
     if args.zoo is not None:
         theirs = Path(args.zoo).resolve() if args.zoo else None
         if theirs and not theirs.exists():
