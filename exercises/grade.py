@@ -4,7 +4,7 @@
     python exercises/grade.py DIR --json score.json         # a student's folder, by the answers and checks of this one
     python exercises/grade.py --zoo my_tests                # which of the planted faults do these tests notice?
 
-Each exercise is judged alone: what stands below its markers is put into a copy of the answer key, and checks.py runs
+Each exercise is judged alone: what stands below its markers is put into a copy of the answer key, and its checks run
 there. So a blank or a fault in one exercise costs no point in another, and nothing else that was changed counts.
 The student's code runs on this machine: grade strangers' work in a container.
 """
@@ -25,9 +25,11 @@ import pytest
 import torch  # here, so that the processes that part from this one have it already
 from make import BLANK, FILES, KEY, ROOT, ignored, regions
 
-EXERCISES = {1: ("RoPE and grouped attention", 12), 2: ("residual sampling", 12), 3: ("chain accept", 12),
-             4: ("KV cache", 10), 5: ("tree mask and positions", 14), 6: ("tree accept", 16),
-             7: ("trigram encoder and residual heads", 12), 8: ("depth-k targets and loss", 12)}
+EXERCISES = {           # number: name, points, where its checks are
+    1: ("RoPE and grouped attention", 12, "check_model"), 2: ("residual sampling", 12, "check_sampling"),
+    3: ("chain accept", 12, "check_sampling"), 4: ("KV cache", 10, "check_model"),
+    5: ("tree mask and positions", 14, "check_model"), 6: ("tree accept", 16, "check_sampling"),
+    7: ("trigram encoder and residual heads", 12, "check_draft"), 8: ("depth-k targets and loss", 12, "check_draft")}
 LIMIT = 20              # seconds for one exercise, which takes about one
 
 
@@ -102,6 +104,7 @@ def examine(repo: Path, number: int, results: Path) -> None:
         def note(*entry):
             print(json.dumps(entry), file=file, flush=True)
         try:
+            importlib.import_module(EXERCISES[number][2])
             rules = importlib.import_module("checks").RULES[number]
         except BaseException as error:
             note("", 0)
@@ -147,7 +150,7 @@ def grade(student: Path) -> dict:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         repo = answers(Path(folder).resolve())
-        for number, (name, most) in EXERCISES.items():
+        for number, (name, most, _) in EXERCISES.items():
             points, message = grade_one(repo, student, number)
             rows.append({"number": number, "name": name, "points": points, "max": most, "message": message})
     return {"score": sum(row["points"] for row in rows), "exercises": rows}

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from make import FILES, ROOT, blank, regions
+from make import FILES, ROOT, blank, ignored, regions
 
 SPOILT = {      # exercise -> (file, what is replaced, by what, a word of the message)
     3: ("speculative.py", "    return min(1.0, chance)", "    return chance / 2", "expected"),
@@ -84,7 +84,7 @@ def test_there_are_eight_exercises_of_5_to_25_lines():
 
 def test_a_copy_has_everything_but_the_answers(copy):
     ours, theirs = ({p.relative_to(root).as_posix() for folder in (".", "tests", "assets", "exercises")
-                     for p in (root / folder).glob("*") if p.name[0] != "." and p.name not in ("__pycache__", "out")}
+                     for p in (root / folder).glob("*") if not ignored()(None, [p.name]) and p.name[0] != "."}
                     for root in (ROOT, copy))
     assert ours - theirs == {"exercises/bugs", "tests/test_exercises.py"} and theirs - ours == {"exercises/key.zip"}
     for name in FILES:
