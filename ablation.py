@@ -25,6 +25,9 @@ class WithoutTrigram(Chimera):
     def encode(self, trigrams):
         return super().encode(torch.cat((torch.full_like(trigrams[..., :2], -1), trigrams[..., 2:]), -1))
 
+    def tabulate(self):
+        """The tables would know the neighbours."""
+
 
 class WithoutContext(Chimera):
     """The block attends to the draft's own outputs, not to the target's states."""

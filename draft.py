@@ -76,11 +76,14 @@ class Chimera(nn.Module):
     # -- the parts ----------------------------------------------------------------------------------------------------
 
     def encode(self, trigrams: torch.Tensor) -> torch.Tensor:
-        """Trigram ids [..., 3], oldest first, -1 where the text has not begun -> z [..., D]."""
-        if self.table is not None:
-            return self.trigram_out(F.silu(F.embedding_bag(trigrams + self.first_rows, self.table, mode="sum")))
+        """Trigram ids [..., 3], oldest first, -1 where the text has not begun -> z [..., D].
+
+        z = trigram_out(silu(trigram_in([e_{i-2}; e_{i-1}; e_i]))), e the target's embeddings (frozen["model"].embed) in
+        the draft's dtype (norm.weight's); missing neighbours are zero vectors (unigram, bigram).
+        """
+        # exercise 7
         e = self.frozen["model"].embed(trigrams.clamp(min=0)).to(self.norm.weight.dtype)        # [..., 3, D]
-        e = e * (trigrams >= 0).unsqueeze(-1)               # missing neighbours are zero vectors (unigram, bigram)
+        e = e * (trigrams >= 0).unsqueeze(-1)
         return self.trigram_out(F.silu(self.trigram_in(e.flatten(-2))))
 
     @torch.no_grad()
@@ -95,17 +98,32 @@ class Chimera(nn.Module):
         self.table = torch.cat(tables)                                          # [3 * (V + 1), D]
         self.first_rows = torch.arange(3, device=embed.device) * len(tables[0]) + 1
 
+    def lookup(self, trigrams: torch.Tensor) -> torch.Tensor:
+        """encode(), by the tables where there are any."""
+        if self.table is None:
+            return self.encode(trigrams)
+        return self.trigram_out(F.silu(F.embedding_bag(trigrams + self.first_rows, self.table, mode="sum")))
+
     def context(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's states [B, T, D] that the block may attend to: all (an ablation leaves them out)."""
         return hidden
 
     def head_input(self, step: int, h: torch.Tensor, hhat: torch.Tensor) -> torch.Tensor:
-        """Residual path: the last verified target state h and hhat, [..., D] each -> what head_logits reads."""
+        """Residual path: the last verified target state h and hhat, [..., D] each -> what head_logits reads.
+
+        Light heads: R_k [h; hhat], [..., D], where R_k is heads[step]; full heads: [h; hhat] itself, [..., 2D].
+        """
+        # exercise 7
         both = torch.cat((h, hhat), -1)
         return self.heads[step](both) if self.config.heads == "light" else both
 
     def head_logits(self, step: int, state: torch.Tensor) -> torch.Tensor:
-        """-> logits over the draft's vocabulary [..., W]."""
+        """What head_input gave -> logits over the draft's vocabulary [..., W].
+
+        Full heads: heads[step], Linear_k(2D -> W). Light heads: the target's lm_head, whose rows of the draft's
+        vocabulary are the matrix frozen["head"] [W, D], in that matrix's dtype.
+        """
+        # exercise 7
         if self.config.heads == "full":
             return self.heads[step](state)
         return linear(state.to(self.frozen["head"].dtype), self.frozen["head"])
@@ -182,6 +200,7 @@ class Chimera(nn.Module):
 
 def trigrams_of(tokens: torch.Tensor) -> torch.Tensor:
     """tokens [B, T] -> ids of positions i-2, i-1, i, [B, T, 3]; -1 before the beginning."""
+    # exercise 7
     return F.pad(tokens, (2, 0), value=-1).unfold(1, 3, 1)
 
 
@@ -238,7 +257,7 @@ class ChimeraState:
         """
         known = self.pending if depth == 0 else self.above
         draft, n, R = self.draft, self.length, len(known)
-        z = draft.encode(trigrams)                                                                  # [M, D]
+        z = draft.lookup(trigrams)                                                                  # [M, D]
         chain = slice(n + depth - R, n + depth + 1)         # a slice costs less than a gather
         rope = draft.frozen["model"].rope(chain if depth == 0 or R == len(z) == 1 else n + offsets)
         q, k, v = draft.block.project(torch.cat((known, z))[None], *rope)

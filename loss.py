@@ -70,9 +70,8 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
     for b, j in zip(*(index.split(CHUNK) for index in labelled.nonzero(as_tuple=True))):
         wanted, neg_entropy, best = target_distribution(draft, model, hidden[b, j], tokens[b, j + 1], weights.kl)
         for k, leaf in enumerate(leaves, 1):
-            has = j >= k                        # step k predicts token j+1 from position i = j - k, if there is one
-            has = slice(None) if has.all() else has
-            at = (k - 1, b[has], j[has] - k)
+            has, at = drafted_from(k, b, j)
+            has = slice(None) if has.all() else has         # a view instead of a copy
             with torch.set_grad_enabled(scale is not None):
                 logits = draft.head_logits(k - 1, leaf[at[1], at[2]]).float()                   # [C, W]
                 loss = position_loss(logits, wanted[has]).sum() + weights.kl * neg_entropy[has].sum()
@@ -92,10 +91,26 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
     return total.sum().item()
 
 
+def drafted_from(k: int, b: torch.Tensor, j: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+    """Text b and position j [C] of labelled tokens j+1 -> (which of them step k predicts, bool [C]; their indices).
+
+    Step k = 1..K at position i predicts token i+k+1: so token j+1 from i = j - k, if there is one. The indices are
+    those of [K, B, T] tensors: (k - 1, b, i), b and i of the predicted ones only.
+    """
+    # exercise 8
+    has = j >= k
+    return has, (k - 1, b[has], j[has] - k)
+
+
 @torch.no_grad()
 def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, label: torch.Tensor, kl: float):
     """hidden [C, D], next tokens [C] -> kl * p + one-hot(label) over the draft's vocabulary [C, W], sum p log p [C],
-    and the place of the target's argmax in that vocabulary [C] (-1: not in it). A label outside it has no one-hot."""
+    and the place of the target's argmax in that vocabulary [C] (-1: not in it).
+
+    p is the softmax, in float32, of the target's logits (model.lm_head) at draft.vocab_ids [W] (None: at all V tokens);
+    the argmax is that over all V. A label outside the vocabulary has no one-hot.
+    """
+    # exercise 8
     logits, ids = model.lm_head(hidden), draft.vocab_ids                        # [C, V]
     if ids is None:
         best = logits.argmax(-1)
@@ -113,5 +128,9 @@ def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, labe
 
 
 def position_loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """logits of q [C, W], kl * p + one-hot [C, W] -> [C]: cross-entropy + kl * KL(p || q), less kl * sum p log p."""
+    """logits of q [C, W] and kl * p + one-hot [C, W] -> [C]: minus the sum over W of wanted * log q.
+
+    That is cross-entropy + kl * KL(p || q), less kl * sum p log p, which does not depend on the draft.
+    """
+    # exercise 8
     return -torch.linalg.vecdot(wanted, logits.log_softmax(-1))

@@ -109,7 +109,11 @@ class KVCache:
             self.kv = grown
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v [B, G, T, E] -> all keys and values up to and with them, [B, G, S, E] each (views)."""
+        """k, v [B, G, T, E] -> all keys and values up to and with them, [B, G, S, E] each; length stays.
+
+        They are views of self.kv[layer], [2, B, G, rows, E], keys before values: nothing but the T new rows is copied.
+        """
+        # exercise 4
         end = self.length + k.shape[2]
         keys, values = self.kv[layer]
         keys[:, :, self.length:end] = k
@@ -117,7 +121,11 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def keep(self, start: int, rows: list[int]) -> None:
-        """Leaves rows 0..start-1, followed by the given (absolute) rows, in that order."""
+        """Leaves rows 0..start-1, followed by the given (absolute) rows, in that order: of all layers, keys and values.
+
+        `rows` may overlap the places they move to: read all before writing any.
+        """
+        # exercise 4
         self.length = start + len(rows)
         if rows != list(range(start, self.length)):         # already in place: nothing to move
             index = torch.tensor(rows, device=self.kv.device)
@@ -125,7 +133,12 @@ class KVCache:
 
 
 def rope_table(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [positions, E] in float32; the first half of sin is negated, as rotate() wants it."""
+    """cos and sin [positions, E] in float32; the first half of sin is negated, as rotate() wants it.
+
+    Pair j of position m turns by the angle m / rope_factor * rope_theta^(-2j / E), j = 0..E/2-1. Columns j and j + E/2
+    belong to pair j. On the CPU, whatever the default device (a loader's may be "meta").
+    """
+    # exercise 1
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     steps = torch.arange(config.max_position_embeddings, dtype=torch.float32, device="cpu") / config.rope_factor
     angles = torch.outer(steps, config.rope_theta ** -half)                     # [positions, E/2]
@@ -133,8 +146,13 @@ def rope_table(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in the half-rotation layout of Hugging Face files (no permutation): x [B, T, heads, E]."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)            # (x1, x2) -> (x1 c - x2 s, x2 c + x1 s)
+    """Rotary embedding in the half-rotation layout of Hugging Face files (no permutation): x [B, T, heads, E] -> same.
+
+    The halves (x1, x2) become (x1 c - x2 s, x2 c + x1 s). cos and sin are rows of rope_table, [T, 1, E]: that sin has
+    the minus already.
+    """
+    # exercise 1
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -203,7 +221,12 @@ class Block(nn.Module):
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False):
-    """q [B, H, T, E], k and v [B, G, S, E] -> [B, H, T, E]; query head h reads key/value head h // (H / G)."""
+    """q [B, H, T, E], k and v [B, G, S, E] -> [B, H, T, E]; query head h reads key/value head h // (H / G).
+
+    softmax(q k^T / sqrt(E) + mask) v. mask [T, S] is additive (0 or -inf); causal (only without mask, S = T): row i
+    reads the rows 0..i.
+    """
+    # exercise 1
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 

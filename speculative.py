@@ -107,13 +107,20 @@ NON_FINITE = "the model's logits are not finite; use dtype bfloat16 or float32 (
 # Accept / reject: pure functions of probabilities
 
 def normalised_or(weights: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """weights / sum; the fallback if rounding left nothing (p == q), so never NaN and never uniform."""
+    """weights [V] / sum; the fallback [V] if the sum is 0 (rounding left nothing: p == q), infinite or NaN."""
+    # exercise 2
     total = weights.sum().item()
     return weights / total if 0 < total < math.inf else fallback
 
 
 def reject(p: torch.Tensor, q: torch.Tensor | None, token: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What p and q become when a candidate has been refused. q None: the candidates were not drawn (one-hot rule)."""
+    """p [V], q [V] -> what they become when the candidate `token` has been refused; the arguments stay as they are.
+
+    Drawn from q: p becomes norm(max(p - q, 0)), or stays p if that has no mass; q loses the token, norm(q without it),
+    since the next sibling is another one. q None (the candidate was chosen, not drawn): p loses the token, or stays p
+    if that leaves no mass; q stays None. A q without mass is all zeros.
+    """
+    # exercise 2
     if q is None:
         rest = p.clone()
         rest[token] = 0
@@ -123,35 +130,58 @@ def reject(p: torch.Tensor, q: torch.Tensor | None, token: int) -> tuple[torch.T
     return normalised_or((p - q).clamp(min=0), p), normalised_or(rest, rest)
 
 
+def chance_of(p: torch.Tensor, q: torch.Tensor | None, token: int) -> float:
+    """The chance with which a candidate is accepted: min(1, p(token) / q(token)); q None (chosen, not drawn): p(token).
+
+    ValueError(NON_FINITE) if that is NaN, which would pass for certainty: min(1.0, nan) is 1.0.
+    """
+    # exercise 3
+    chance = (p[token] if q is None else p[token] / q[token]).item()
+    if not chance >= 0:
+        raise ValueError(NON_FINITE)
+    return min(1.0, chance)
+
+
+def accept_child(candidates: list[int], tokens: list[int], p: torch.Tensor, q: torch.Tensor | None,
+                 randomness: Randomness) -> tuple[int | None, torch.Tensor]:
+    """Judges a node's children in turn: -> (the accepted one or None, what then is left of p).
+
+    candidates are nodes; tokens[c] is candidate c's token, -1 where q had none left (it is passed over). Each is
+    accepted with chance_of(p, q, token), by randomness.flip; after a refusal the next one is judged by what reject()
+    makes of p and q. Chen et al. Algorithm 2 for one child; Jeon et al. (recursive rejection sampling) for several.
+    """
+    # exercise 6
+    for child in candidates:
+        if tokens[child] < 0:
+            continue
+        if randomness.flip(chance_of(p, q, tokens[child])):
+            return child, p
+        p, q = reject(p, q, tokens[child])
+    return None, p
+
+
 def accept(children: list[list[int]], tokens: list[int], p_at: Callable[[int], torch.Tensor],
            q_at: Callable[[int], torch.Tensor | None], randomness: Randomness) -> tuple[list[int], int]:
-    """Walks from the root: -> (accepted nodes, the token the target supplies after them), distributed exactly as p.
+    """Walks from the root (node 0): -> (accepted nodes, the token the target supplies after them), distributed as p.
 
     children[i] lists node i's candidates in the order in which they were drawn from q_at(i), without replacement;
     tokens[c] is -1 where q had no token left. q_at(i) None: they were chosen, not drawn, so p alone judges each.
-    Chen et al. Algorithm 2 for one child; Jeon et al. (recursive rejection sampling) for several.
+    accept_child() judges a node's children by p_at and q_at of that node, called once for each node on the path. Where
+    it accepts none, the target's token is drawn (randomness.draw) from what it left of p.
     """
+    # exercise 3
     path = [0]
     while True:
-        p, q = p_at(path[-1]), q_at(path[-1])
-        for child in children[path[-1]]:
-            token = tokens[child]
-            if token < 0:
-                continue
-            chance = (p[token] if q is None else p[token] / q[token]).item()
-            if not chance >= 0:                             # NaN would pass for certainty: min(1, nan) is 1
-                raise ValueError(NON_FINITE)
-            chance = min(1.0, chance)
-            if randomness.flip(chance):
-                path.append(child)
-                break
-            p, q = reject(p, q, token)
-        else:
+        child, p = accept_child(children[path[-1]], tokens, p_at(path[-1]), q_at(path[-1]), randomness)
+        if child is None:
             return path[1:], randomness.draw(p)
+        path.append(child)
 
 
 def accept_greedy(children: list[list[int]], tokens: list[int], best: list[int]) -> tuple[list[int], int]:
-    """accept() where p is one-hot: follow the child that is the target's argmax, best[node], while there is one."""
+    """accept() where p is one-hot: from node 0 follow the child whose token is the target's argmax, best[node], while
+    there is one: -> (accepted nodes, the target's argmax after them)."""
+    # exercise 6
     path = [0]
     while (child := next((c for c in children[path[-1]] if tokens[c] == best[path[-1]]), None)) is not None:
         path.append(child)
@@ -233,12 +263,12 @@ def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, r
     for depth, (level, mask) in enumerate(plan.levels):
         logits = drafter.step(depth, grams, level.offsets, mask(drafter.length))        # [M, W]
         top, ids = best_of(logits, level.fan if q_of is None else DRAFT_TOP)    # [M, top]
-        chosen = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]
+        chosen = ids = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]
         if q_of is not None:
             q = q_of(top)
-            drawn |= {node: (chosen[row], q[row]) for row, node in enumerate(level.nodes)}
+            drawn |= {node: (ids[row], q[row]) for row, node in enumerate(level.nodes)}
             picks = randomness.draw_distinct(q, level.fan)
-            chosen = chosen.gather(1, picks.clamp(min=0)).masked_fill(picks < 0, -1)
+            chosen = ids.gather(1, picks.clamp(min=0)).masked_fill(picks < 0, -1)
         if chosen.shape[1] < level.fan:                     # a tiny vocabulary
             chosen = F.pad(chosen, (0, level.fan - chosen.shape[1]), value=-1)
         children = chosen.flatten()[level.pick]
@@ -248,10 +278,16 @@ def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, r
 
 
 def verify(model: Llama, cache: KVCache, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step 2: one target pass over root and nodes -> (hidden [N + 1, D], logits [N + 1, V])."""
+    """Step 2: one target pass over root and nodes -> (hidden [N + 1, D], logits [N + 1, V]).
+
+    tokens [N + 1]; a node without a token (-1) is fed any id. A node of depth d (plan.depths) stands at position n + d
+    and sees what plan.mask(n) allows. The cache counts n rows before and after, though hidden_states moves its length:
+    commit alone decides which of the new ones stay.
+    """
+    # exercise 5
     n = cache.length
     hidden = model.hidden_states(tokens.clamp(min=0)[None], cache, n + plan.depths, plan.mask(n))[0]
-    cache.length = n                            # what an interrupt leaves here does not count; commit keeps what does
+    cache.length = n                            # so what an interrupt leaves here does not count
     return hidden, model.lm_head(hidden)
 
 

@@ -45,6 +45,15 @@ def as_index(rows: list[int], total: int) -> torch.Tensor | slice:
     return slice(None) if rows == list(range(total)) else torch.tensor(rows, dtype=torch.long)
 
 
+def ancestor_mask(parent: list[int]) -> torch.Tensor:
+    """parent[i] < i of every node i > 0 -> [N + 1, N + 1] bool: row i is True at i, its parent, ..., the root 0."""
+    # exercise 5
+    mask = torch.eye(len(parent), dtype=torch.bool)
+    for node in range(1, len(parent)):
+        mask[node] |= mask[parent[node]]
+    return mask
+
+
 class Tree:
     """A static tree of candidates, given by index paths: (0, 1) is the second choice after the first choice."""
 
@@ -62,9 +71,7 @@ class Tree:
         self.depths = torch.tensor([len(path) for path in self.paths])          # [N + 1]
         self.depth, self.size = len(self.paths[-1]), len(self.paths) - 1
         self.max_rank = max((r for path in self.paths for r in path), default=0)
-        self.mask = torch.eye(len(self.paths), dtype=torch.bool)                # [N + 1, N + 1]: ancestors and self
-        for node in range(1, len(self.paths)):
-            self.mask[node] |= self.mask[self.parent[node]]
+        self.mask = ancestor_mask(self.parent)                                  # [N + 1, N + 1]: ancestors and self
         self.levels = [self._level(depth) for depth in range(self.depth)]
 
     def _level(self, depth: int) -> Level:
@@ -120,7 +127,12 @@ class Plan:
             self.levels.append((replace(level, **tensors), self._widen(level.mask)))
 
     def _widen(self, allowed: torch.Tensor) -> Callable[[int], torch.Tensor | None]:
-        """allowed [M, C] -> a function of n that gives the additive mask [M, n + C]: a slice, built once."""
+        """allowed [M, C] -> a function of n that gives the additive mask [M, n + C]: a slice, built once.
+
+        All may see the n cached positions in front; n never exceeds self.rows, for which the mask is built here. dtype
+        and device are those of self.like. Where everything is allowed the function gives None.
+        """
+        # exercise 5
         if allowed.all():
             return lambda n: None
         prefix = torch.ones(len(allowed), self.rows, dtype=torch.bool)
