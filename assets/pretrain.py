@@ -7,6 +7,7 @@ Goes on from --out where it was stopped. Says bits per byte on the first 60 stor
 """
 import argparse
 import copy
+import json
 import math
 import os
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -92,6 +94,19 @@ def train(model: Llama, tokens: torch.Tensor, args) -> None:
     model.requires_grad_(False)
 
 
+def shard(folder: Path) -> None:
+    """model.safetensors -> two shards with an index: files of less than 16 MiB, in the published checkpoints' form."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    halves = names[:len(names) // 2], names[len(names) // 2:]
+    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for file, half in zip(files, halves):
+        save_file({name: tensors[name] for name in half}, folder / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, half in zip(files, halves) for name in half}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (folder / "model.safetensors").unlink()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--init", required=True, help="folder with the weights to start from, and the tokenizer")
@@ -114,6 +129,7 @@ def main() -> None:
     print(f"after: {bits_per_byte(model, tok, held_out):.4f} bits per byte")
     model.save_pretrained(args.out, torch.bfloat16)
     shutil.copy(Path(args.init, "tokenizer.model"), args.out)
+    shard(Path(args.out))
 
 
 if __name__ == "__main__":
