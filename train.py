@@ -12,7 +12,6 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import time
 import zlib
@@ -22,7 +21,6 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from common import ASSETS, CHATS, choose_chat, choose_device, dtype_name, load_target, parse_options, run
@@ -32,6 +30,7 @@ from draft import Chimera, ChimeraConfig
 from loss import CHUNK, Meter, Weights, batch_loss
 from model import Llama, LlamaConfig
 from plot import training_chart
+from runs import Stop, load_run, open_log, over_processes, processes, save
 from sample import DRAFT, OPENINGS, STORIES
 from speculative import generate
 from tree import Tree
@@ -46,27 +45,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-def save(out: Path, draft: Chimera, optimizer, settings: dict, step: int) -> None:
-    """The exported draft for sample.py, and in state.pt everything that --resume needs.
-
-    Each file is written beside its place, flushed to the disk and renamed: a kill leaves the old file or the new one.
-    state.pt comes last, so that --resume repeats a save that was cut off between two of them; the very first time it
-    comes first, so that there is something to resume.
-    """
-    scratch, order = out / "saving", ("model.safetensors", "config.json", "state.pt")
-    try:
-        draft.save_pretrained(scratch, getattr(torch, settings["dtype_used"]))
-        torch.save({"settings": settings, "step": step, "optimizer": optimizer.state_dict(),
-                    "draft": draft.state_dict()}, scratch / "state.pt")
-        for name in order if step else order[::-1]:
-            with open(scratch / name, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(scratch / name, out / name)
-        scratch.rmdir()
-    except (OSError, RuntimeError, SafetensorError) as error:       # a full disk, told by three libraries
-        raise OSError(f"cannot save to {out} ({error}); make room and continue with --resume") from None
 
 
 def evaluate(draft: Chimera, model: Llama, samples: list, args) -> Meter:
@@ -105,14 +83,6 @@ def autocast(args):
     return torch.autocast(args.device_used, torch.bfloat16, enabled=args.dtype_used != "float32")
 
 
-def over_processes(args, *tensors: torch.Tensor) -> None:
-    """Sums each tensor, in place, over the processes that torchrun started."""
-    for tensor in tensors if args.world > 1 else ():
-        total = tensor.to(args.device_used)                 # a Meter counts on the CPU
-        torch.distributed.all_reduce(total)
-        tensor.copy_(total)
-
-
 def optimise(draft, model, batches, optimizer, args, step: int, meter: Meter, cache=None) -> tuple[float, int]:
     """One optimiser step over grad_accum micro-batches of each process, weighted by labelled tokens -> (loss, tokens).
 
@@ -141,34 +111,6 @@ def optimise(draft, model, batches, optimizer, args, step: int, meter: Meter, ca
     if sums[1] and math.isfinite(loss.item() + norm):
         optimizer.step()
     return (loss.item() if math.isfinite(norm) else math.nan), int(sums[1].item())
-
-
-class Stop:
-    """Ctrl-C and SIGTERM ask for a save after the running step instead of ending the process in the middle of it."""
-
-    def __init__(self):
-        self.asked = self.now = False
-        self.before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def __call__(self, number, frame) -> None:
-        self.asked = True
-
-    def agree(self, args) -> None:
-        """Decides once a step, for all processes alike: a signal that comes later waits for the next step."""
-        votes = torch.tensor([float(self.asked)], device=args.device_used)
-        over_processes(args, votes)
-        self.now = votes.item() > 0
-
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
-def open_log(path: Path, step: int):
-    """The log up to `step`, open for more: what a killed run logged after its last save will come once more."""
-    lines = path.read_text("utf-8").splitlines()[:step] if path.exists() else []
-    path.write_text("".join(line + "\n" for line in lines), "utf-8")
-    return open(path, "a", encoding="utf-8")
 
 
 def train(args, draft: Chimera, model: Llama, samples: list, held_out: list, optimizer, step: int) -> bool:
@@ -287,19 +229,6 @@ def check(args) -> None:
                          "overwrite it with --force")
 
 
-def load_run(out: str) -> tuple[dict, argparse.Namespace]:
-    """-> (state, settings) of the run in `out`; the settings are the saved ones, the dtype as it was chosen then."""
-    path = Path(out) / "state.pt"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} not found; there is no run to resume in {out}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        settings = state["settings"]
-    except Exception as error:                              # torch.load raises many kinds for a damaged file
-        raise ValueError(f"{path} is damaged ({type(error).__name__}); train again with another --out") from None
-    return state, argparse.Namespace(**settings | {"out": out, "resume": True, "dtype": settings["dtype_used"]})
-
-
 def new_draft(args, model: Llama, samples: list, cls: type[Chimera] = Chimera) -> Chimera:
     size = min(args.draft_vocab, model.config.vocab_size - 1)
     ids = frequent_ids(samples, size, model.config.vocab_size).to(model.embed.weight.device) if size else None
@@ -331,17 +260,6 @@ def split_samples(args, model: Llama, tok, chat: str) -> tuple[list, list]:
     answers = sum(int(answer.sum()) for _, answer in samples)
     print(f"data: {len(samples)} samples, {answers} answer tokens, {len(held_out)} held out")
     return samples, held_out
-
-
-def processes(args) -> None:
-    """Joins the processes of a torchrun, if there are any: args.rank of args.world, each with its own GPU."""
-    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if args.world > 1:
-        if args.device_used == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("nccl" if args.device_used == "cuda" else "gloo")
-        if args.rank:
-            sys.stdout = open(os.devnull, "w")              # rank 0 speaks for all
 
 
 def beside_bundled(out: str, model: Llama, tok) -> str:

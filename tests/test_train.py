@@ -5,7 +5,9 @@ import json
 import math
 import os
 import random
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -597,3 +599,33 @@ def test_a_run_leaves_a_log_line_a_step_and_charts(tmp_path, tiny_run):
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for name in ("loss.svg", "agreement.svg"):
         assert ElementTree.parse(tmp_path / "run" / name).getroot().tag.endswith("svg")
+
+
+def test_without_arguments_the_bundled_draft_is_trained_anew(tmp_path, capsys, monkeypatch):
+    """The run of `python train.py`, cut to two steps: its own texts, its settings, both drafts compared."""
+    monkeypatch.chdir(tmp_path)
+    assert cli("--steps", 2, "--batch_size", 2) == 0
+    out = capsys.readouterr().out
+    settings = json.loads(re.search(r"settings: (.*)", out)[1])
+    assert settings["lr"] == train.BUNDLED["lr"] and settings["data"] == train.BUNDLED["data"]
+    new, bundled = re.search(r"greedy: ([\d.]+); the bundled draft: ([\d.]+)", out).groups()
+    assert float(new) < 1.5 < 3 < float(bundled)
+    assert f"--ckpt {train.STORIES} --draft out" in out and (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_force_overwrites_a_draft(tmp_path, tiny_run):
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 0
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 1
+    assert cli(*tiny_run, "--out", tmp_path / "run", "--force", "--steps", 3) == 0
+    assert step_of(tmp_path / "run") == 3 and len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_damaged_asset_is_named_with_the_command_that_restores_it(tmp_path, capsys, monkeypatch):
+    bundled = tmp_path / "assets" / "stories"
+    shutil.copytree(train.STORIES, bundled)
+    (bundled / "model-00002-of-00002.safetensors").write_bytes(b"cut")
+    monkeypatch.setattr(common, "ASSETS", tmp_path / "assets")
+    monkeypatch.setattr(train, "BUNDLED", train.BUNDLED | {"ckpt": str(bundled)})
+    assert cli("--out", tmp_path / "run") == 1
+    error = capsys.readouterr().err
+    assert "model-00002-of-00002.safetensors is damaged" in error and f"git -C {tmp_path} checkout assets" in error
