@@ -1,6 +1,7 @@
 """What lets a training run survive and spread: atomic checkpoints, signals, the log, several processes."""
 import argparse
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def save(out: Path, draft: Chimera, optimizer, settings: dict, step: int) -> Non
             with open(scratch / name, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(scratch / name, out / name)
-        scratch.rmdir()
+        shutil.rmtree(scratch)                              # with what a kill may have left there
     except (OSError, RuntimeError, SafetensorError) as error:       # a full disk, told by three libraries
         raise OSError(f"cannot save to {out} ({error}); make room and continue with --resume") from None
 
@@ -48,7 +49,8 @@ def load_run(out: str) -> tuple[dict, argparse.Namespace]:
 def open_log(path: Path, step: int):
     """The log up to `step`, open for more: what a killed run logged after its last save will come once more."""
     lines = path.read_text("utf-8").splitlines()[:step] if path.exists() else []
-    path.write_text("".join(line + "\n" for line in lines), "utf-8")
+    path.with_suffix(".new").write_text("".join(line + "\n" for line in lines), "utf-8")
+    os.replace(path.with_suffix(".new"), path)
     return open(path, "a", encoding="utf-8")
 
 

@@ -379,6 +379,13 @@ def limited_after(save, calls: int):
     return limited
 
 
+def test_what_a_killed_save_left_is_in_nobodys_way(tmp_path, tiny_run):
+    (tmp_path / "run" / "saving").mkdir(parents=True)
+    (tmp_path / "run" / "saving" / ".tmp123").write_text("half a file")
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 0
+    assert not (tmp_path / "run" / "saving").exists()
+
+
 def test_resume_refuses_other_data(tmp_path, tiny_run, stories, capsys):
     assert cli(*tiny_run, "--out", tmp_path / "run", "--save_every", 4) == 0
     state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
