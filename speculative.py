@@ -206,7 +206,10 @@ class Cache:
 
 @dataclass
 class Round:
-    """One round, for display: p and q [V] by visited node (none when greedy), flips (chance, uniform) in order."""
+    """One round, for display: p and q [V] by visited node (none when greedy), flips (chance, uniform) in order.
+
+    logits [N + 1, V] of the target and drawn, the draft's (ids, q) by node, are what p and q come from at every node.
+    """
     tree: Tree
     tokens: list[int]
     q: dict[int, torch.Tensor]
@@ -214,6 +217,8 @@ class Round:
     flips: list[tuple[float, float]]
     path: list[int]
     committed: list[int]
+    logits: torch.Tensor
+    drawn: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, randomness: Randomness):
@@ -315,7 +320,7 @@ def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eo
         new = commit(cache, tokens, hidden, path, bonus, eos)                                               # 4. commit
         left -= len(new)
         if on_round is not None:
-            on_round(Round(plan.tree, tokens, q, p, randomness.log[flips:], path, new))
+            on_round(Round(plan.tree, tokens, q, p, randomness.log[flips:], path, new, logits, drawn))
         yield new
 
 
