@@ -73,6 +73,7 @@ class Trace:
         self.stream, self.opening = TextStream(tok, prompt), tok.decode(prompt)
         self.special = {i: name for name, i in tok.special.items()}
         self.judged, self.accepted = Counter(), Counter()   # rounds by depth
+        self.before = prompt[-1]                            # the token in front of the next round's root
 
     def __enter__(self) -> "Trace":
         return self
@@ -87,9 +88,10 @@ class Trace:
         judged, law = replay_greedy(done, p) if is_greedy(self.args.temperature) else replay(done)
         self.judged.update({len(done.tree.paths[node]) for node in judged})
         self.accepted.update(range(1, len(done.path) + 1))
-        self.rounds.append({"root": self.label(done.tokens[0]), "nodes": self.nodes(done, judged, p),
+        self.rounds.append({"root": self.label(done.tokens[0], self.before), "nodes": self.nodes(done, judged, p),
                             "path": done.path, "law": self.law(done, p[([0] + done.path)[-1]], law),
                             "text": [self.stream.push([token]) for token in done.committed]})
+        self.before = [done.tokens[0], *done.committed][-2]
 
     def target_p(self, logits: torch.Tensor) -> torch.Tensor:
         """logits [N + 1, V] -> p before any rejection; at temperature 0 the softmax."""
@@ -97,10 +99,9 @@ class Trace:
             return logits.float().softmax(-1)
         return warp(logits, self.args.temperature, self.args.top_k, self.args.top_p)
 
-    def label(self, token: int, before: int | None = None) -> str:
+    def label(self, token: int, before: int) -> str:
         """The text that a token adds behind the token `before`; its number if that is no text of its own."""
-        context = [] if before is None else [before]
-        text = self.tok.decode([*context, token])[len(self.tok.decode(context)):]
+        text = self.tok.decode([before, token])[len(self.tok.decode([before])):]
         return self.special.get(token) or (text if text and "\ufffd" not in text else f"#{token}")
 
     def nodes(self, done: Round, judged: dict, p: torch.Tensor) -> list[list]:
