@@ -67,15 +67,15 @@ class Trace:
 
     def __init__(self, path: str, tok: Tokenizer, prompt: list[int], args):
         self.path, self.tok, self.args, self.rounds = Path(path), tok, args, []
-        if self.path.is_dir() or not self.path.parent.is_dir():
-            raise ValueError(f"--trace {path}: give a file name in a folder that exists")
-        self.path.open("a").close()                         # what cannot be written is refused before decoding
         self.stream, self.opening = TextStream(tok, prompt), tok.decode(prompt)
         self.special = {i: name for name, i in tok.special.items()}
         self.judged, self.accepted = Counter(), Counter()   # rounds by depth
         self.before = prompt[-1]                            # the token in front of the next round's root
 
     def __enter__(self) -> "Trace":
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            raise ValueError(f"--trace {self.path}: give a file name in a folder that exists")
+        self.path.open("a").close()                         # what cannot be written is refused before decoding
         return self
 
     def __exit__(self, *error) -> None:
