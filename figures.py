@@ -255,7 +255,8 @@ def main() -> None:
     model, tok = load_target(str(STORIES), torch.device("cpu"), "float32")
     draft, rows = load_draft(str(DRAFT), model), OUT / "bench.json"
     if args.measure:
-        rows.write_text(json.dumps(measure(model, tok, draft, args.measure), indent=1))
+        lines = map(json.dumps, measure(model, tok, draft, args.measure))
+        rows.write_text("[" + ",\n ".join(lines) + "]\n")
     kept = (kept for seed in range(37, 999) for kept in some_rounds(model, tok, draft, seed))
     done, shown, before = next(one for one in kept if instructive(*one[:2]))
     figures = {"round": round_figure(done, shown, before), "run": terminal_figure(),
