@@ -7,10 +7,11 @@ COLORS = ["#3b6fb6", "#c8553d", "#4c956c", "#8e6bbf", "#b8860b", "#5f6b7a", "#d0
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 300, 56, 34, 120, 40
 
 
-def line_chart(series: dict[str, list[tuple[float, float]]], title: str, x_label: str, start: float = 0) -> str:
-    """{name: [(x, y), ...]} -> an SVG with one line per name, named at its right end; the y axis begins at `start`."""
+def line_chart(series: dict[str, list[tuple[float, float]]], title: str, x_label: str, start: float = 0,
+               top: float | None = None) -> str:
+    """{name: [(x, y), ...]} -> an SVG with one line per name, named at its right end; y runs from `start` to `top`."""
     points = [point for line in series.values() for point in line]
-    x_max, y_max = max(x for x, _ in points), max(y for _, y in points)
+    x_max, y_max = max(x for x, _ in points), max(y for _, y in points) if top is None else top
     x_min = min(x for x, _ in points)
 
     def place(x, y) -> str:

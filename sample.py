@@ -9,6 +9,7 @@ import argparse
 import random
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from common import (
 from draft import Chimera
 from model import Llama, read_json
 from speculative import default_tree, generate, is_greedy
+from trace import Trace
 from tree import Tree
 
 GREEN, RESET = "\033[32m", "\033[0m"
@@ -59,7 +61,7 @@ class Result:
 
 
 def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None, on_round=None) -> Result:
-    """One generation, timed; show(ids) is called with each pass as it is committed."""
+    """One generation, timed; show(ids) is called with each pass as it is committed, on_round as `generate` does."""
     result = Result(started=time.perf_counter())
     passes = generate(model, prompt, draft, args.tree if draft else None, args.max_new_tokens, args.temperature,
                       args.top_k, args.top_p, eos_ids, torch.Generator().manual_seed(args.seed), on_round=on_round)
@@ -135,6 +137,7 @@ OPTIONS = {
                  "not given: the draft's own"),
     "compare": dict(action="store_true", help="also decode without the draft: both speeds, and if the texts are equal"),
     "color": dict(action="store_true", help="accepted draft tokens in green"),
+    "trace": dict(metavar="FILE", help="write every round's tree as one HTML page to step through (decodes slower)"),
 }
 
 
@@ -173,11 +176,12 @@ def main() -> None:
     text, device = read_prompt(args.prompt), choose_device(args.device)
     model, tok = load_target(args.ckpt, device, args.dtype)
     draft = None if args.draft == "none" else load_draft(args.draft, model)
-    if draft is None and (args.compare or args.tree):
-        raise ValueError("--compare and --tree need a --draft")
+    if draft is None and (args.compare or args.tree or args.trace):
+        raise ValueError("--compare, --tree and --trace need a --draft")
     chat = choose_chat(args.chat, tok)
     prompt = chat_prompt(tok, chat, [text])
     tree = Tree.parse(args.tree or default_tree(draft, args.temperature)) if draft else None
+    trace = Trace(args.trace, tok, prompt, args) if args.trace else None
     used = f"draft {args.draft}, {tree.size} nodes, depth {tree.depth}" if draft else "no draft"
     say(f"{args.ckpt} | {device.type} {dtype_name(model)} | chat {chat} | temperature "
         f"{args.temperature} | {used}")
@@ -186,7 +190,8 @@ def main() -> None:
         decode(model, prompt, draft, short, tok.eos_ids), decode(model, prompt, None, short, tok.eos_ids)
     stream = TextStream(tok, prompt)
     opening = text if chat == "none" else ""
-    result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color, opening))
+    with trace or nullcontext():                            # what Ctrl-C leaves is written too
+        result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color, opening), trace)
     print(stream.push([], last=True), flush=True)
     say(f"stopped: {stop_reason(result, args, tok.eos_ids)}")
     say(describe("with the draft" if draft else "plain", result))

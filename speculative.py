@@ -236,8 +236,11 @@ class Cache:
 
 @dataclass
 class Round:
-    """One round, for display: p and q [V] by visited node (none when greedy), flips (chance, uniform) in order, and the
-    seconds that each of the four steps took."""
+    """One round, for display: p and q [V] by visited node (none when greedy), flips (chance, uniform) in order, the
+    seconds that each of the four steps took.
+
+    logits [N + 1, V] of the target and drawn, the draft's (ids, q) by node, are what p and q come from at every node.
+    """
     tree: Tree
     tokens: list[int]
     q: dict[int, torch.Tensor]
@@ -245,6 +248,8 @@ class Round:
     flips: list[tuple[float, float]]
     path: list[int]
     committed: list[int]
+    logits: torch.Tensor
+    drawn: dict[int, tuple[torch.Tensor, torch.Tensor]]
     seconds: list[float]
 
 
@@ -377,7 +382,7 @@ def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eo
         watch.lap()
         left -= len(new)
         if on_round is not None:
-            on_round(Round(plan.tree, tokens, q, p, randomness.log[flips:], path, new, watch.laps))
+            on_round(Round(plan.tree, tokens, q, p, randomness.log[flips:], path, new, logits, drawn, watch.laps))
         yield new
 
 
