@@ -30,7 +30,7 @@ from common import (
 from draft import Chimera
 from model import Llama, read_json
 from speculative import default_tree, generate, is_greedy
-from trace import Trace
+from trace_page import Trace
 from tree import Tree
 
 GREEN, RESET = "\033[32m", "\033[0m"

@@ -1,10 +1,10 @@
 """figures.py: the figures in the README are small, well formed and carry both colour schemes."""
 from xml.etree import ElementTree
 
+import figures
 import pytest
 import torch
 
-import figures
 from sample import GREEN, RESET
 from tree import Tree
 

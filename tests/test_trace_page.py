@@ -13,7 +13,7 @@ import sample
 from common import run
 from model import Llama, Tokenizer
 from speculative import generate
-from trace import PAGE, Trace
+from trace_page import PAGE, Trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "</script><img src=x onerror=\"document.title='gotcha'\"><!--<script>"

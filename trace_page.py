@@ -2,7 +2,7 @@
 
     python sample.py --trace run.html
 
-The page needs no network and no library: trace.html beside this file, with the rounds in it as JSON. Above
+The page needs no network and no library: trace_page.html beside this file, with the rounds in it as JSON. Above
 temperature 0 p and q of a judged candidate are those that it was judged with, replayed from the round's own p, q and
 flips; those of a candidate that nobody judged are what they would have been at first. At temperature 0 the rule is the
 argmax; the p shown is the target's softmax, for orientation only.
@@ -141,5 +141,5 @@ class Trace:
 
 
 def page(data: dict) -> str:
-    """trace.html with the data in it. No text of a model can end the script element, since every < is escaped."""
+    """trace_page.html with the data in it. No text of a model can end the script element, since every < is escaped."""
     return PAGE.read_text("utf-8").replace("{{DATA}}", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))

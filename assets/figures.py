@@ -1,7 +1,7 @@
 """The figures of the README, from real runs of the bundled storyteller: SVG files in assets/figures.
 
-    python figures.py                   (round.svg, mask.svg, run.svg, and speedup.svg from assets/figures/bench.json)
-    python figures.py --measure 20      (first measures bench.json anew, on 20 openings a tree: some minutes)
+    python assets/figures.py                    (round.svg, mask.svg, run.svg, and speedup.svg from figures/bench.json)
+    python assets/figures.py --measure 20       (first measures bench.json anew, on 20 openings a tree: some minutes)
 
 Each figure brings its own background, light or dark as the reader's system is, so it reads on any page.
 """
@@ -16,15 +16,17 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import bench
 from common import load_target, parse_options, run
 from plot import line_chart
 from sample import DRAFT, GREEN, STORIES, decode, load_draft
 from speculative import Round
-from trace import Trace
+from trace_page import Trace
 from tree import Tree
 
-OUT = Path(__file__).parent / "assets" / "figures"
+ROOT = Path(__file__).parent.parent
+OUT = ROOT / "assets" / "figures"
 TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)]       # of the round that is drawn
 SIZES = [*(f"chain:{k}" for k in range(1, 6)), "2,2,1", "3,3,2,1", "4,4,3,2,1", "8,8,5,2"]
 COLUMNS = 96                                                            # of the terminal
@@ -234,9 +236,9 @@ def screen(output: str) -> list[list[tuple[str, bool]]]:
 
 def terminal_figure() -> str:
     """What `python sample.py` shows in a terminal: accepted draft tokens in green."""
-    command = [sys.executable, str(Path(__file__).with_name("sample.py")), "--compare", "--color"]
+    command = [sys.executable, str(ROOT / "sample.py"), "--compare", "--color"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
-    output = done.stdout.decode().replace(f"{Path(__file__).parent}/", "").rstrip("\n")
+    output = done.stdout.decode().replace(f"{ROOT}/", "").rstrip("\n")
     lines = screen("$ python sample.py\n" + output)
     parts = ['<g font-family="ui-monospace,SFMono-Regular,Menlo,monospace" xml:space="preserve">']
     for number, line in enumerate(lines):
