@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from common import CHATS, chat_prompt, choose_chat, choose_device, dtype_name, load_target, parse_options, run
+from data import broken
 from sample import DRAFT, OPENINGS, STORIES, Result, decode, load_draft
 from speculative import default_tree
 from tree import Tree
@@ -34,7 +35,11 @@ AUTO = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "2,2,2,1", "4,2,1
 def read_prompts(path: Path, count: int) -> list[tuple[str, str]]:
     """Spec-Bench rows (`turns`, `category`: first turns) or plain lines -> (category, prompt), categories in turn."""
     groups = defaultdict(list)
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text; convert the file") from None
+    for number, line in enumerate(lines, 1):
         category, prompt = "all", line
         if not line.strip():
             continue
@@ -42,7 +47,7 @@ def read_prompts(path: Path, count: int) -> list[tuple[str, str]]:
             try:
                 row = json.loads(line)
                 category, prompt = str(row.get("category", "all")), row["turns"][0]
-                if not isinstance(row["turns"], list) or not isinstance(prompt, str):
+                if not isinstance(row["turns"], list) or not isinstance(prompt, str) or broken(prompt):
                     raise ValueError
             except (ValueError, KeyError, IndexError, AttributeError, TypeError):
                 raise ValueError(f"{path} line {number} has no \"turns\"; give Spec-Bench form or a .txt") from None

@@ -84,6 +84,7 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA GPU; use --device cpu")
+    torch.set_float32_matmul_precision("highest")           # no TF32: float32 means float32
     return torch.device(name)
 
 
@@ -117,6 +118,11 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except torch.OutOfMemoryError as error:
+        first = str(error).split(". ")[0]
+        print(f"error: {first}; use --dtype bfloat16, fewer --max_new_tokens or a smaller --tree; in training a "
+              "smaller --batch_size with --grad_accum, or --max_length", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split())
         text += f" (it came with the repository: git -C {ASSETS.parent} checkout assets)" * (str(ASSETS) in text)
@@ -133,7 +139,10 @@ def parse_options(description: str, options: dict[str, dict]) -> argparse.Namesp
     parser = argparse.ArgumentParser(description=description, formatter_class=Help)
     for name, keywords in options.items():
         parser.add_argument(f"--{name}", **keywords)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not -2**63 <= getattr(args, "seed", 0) < 2**63:
+        raise ValueError(f"--seed must fit into 64 bits, {args.seed} does not")
+    return args
 
 
 def dtype_name(model: Llama) -> str:

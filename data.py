@@ -48,6 +48,19 @@ def _read_records(path: Path, skipped: Counter):
             raise ValueError(f"{path}: data must be .txt, .json or .jsonl, or one of them with .gz")
 
 
+def broken(text: str) -> bool:
+    """JSON may escape half a character (\\ud800), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def is_ids(ids, tok: Tokenizer) -> bool:
+    return isinstance(ids, list) and all(type(i) is int and 0 <= i < tok.vocab_size for i in ids)
+
+
 def turns_of(row, answered: bool = True) -> list[str] | str:
     """A ShareGPT row -> its turns, user first; or, as a string, the reason why it cannot be used."""
     talk = row.get("conversations") if isinstance(row, dict) else None
@@ -59,6 +72,8 @@ def turns_of(row, answered: bool = True) -> list[str] | str:
         return "unknown role"
     if parts != [i % 2 for i in range(len(parts))]:
         return "turns do not alternate, user first"
+    if any(broken(t["value"]) for t in talk):
+        return "half a surrogate pair in the text"
     if len(parts) < 1 + answered or not all(t["value"].strip() for t in talk):
         return "empty or unanswered"
     return [t["value"] for t in talk]
@@ -68,7 +83,11 @@ def to_sample(record, tok: Tokenizer, chat: str, skipped: Counter):
     """-> (ids, is_answer) or None. A text is all answer; of a conversation the assistant's turns, with their ends."""
     if isinstance(record, str):
         record = {"text_ids": tok.encode(record) + sorted(tok.eos_ids)[:1]}
-    if isinstance(record, dict) and "text_ids" in record:
+    for key in ("text_ids", "answer_ids"):
+        if key in record and not is_ids(record[key], tok):
+            skipped[f"{key} are no token ids"] += 1
+            return None
+    if "text_ids" in record:
         return record["text_ids"], [True] * len(record["text_ids"])
     turns = turns_of(record)
     if isinstance(turns, str):

@@ -84,7 +84,10 @@ def already_done(out: Path) -> set[str]:
     whole = text[:text.rfind(b"\n") + 1]
     if whole != text:
         out.write_bytes(whole)
-    return {json.loads(line)["id"] for line in whole.splitlines()}
+    try:
+        return {json.loads(line)["id"] for line in whole.splitlines()}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{out} holds something else than answers; choose another --out") from None
 
 
 def distill(model: Llama, tok: Tokenizer, chat: str, args) -> None:

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from model import Block, KVCache, Linear, Llama, RMSNorm, attend, lay_out, linear, open_safetensors, read_json
+from checkpoint import open_tensors, read_json, read_part
+from model import Block, KVCache, Linear, Llama, RMSNorm, attend, lay_out, linear
 
 MOST_TABULATED = 2**24      # numbers that the trigram tables may hold: beyond, W1 is applied at every step
 
@@ -36,8 +37,10 @@ class ChimeraConfig:
     sampled_tree: str = ""
 
     def __post_init__(self):
-        if not isinstance(self.depth, int) or self.depth < 1:
-            raise ValueError(f"depth must be at least 1, not {self.depth!r}")
+        if type(self.depth) is not int or not 1 <= self.depth <= 64:
+            raise ValueError(f"depth must be from 1 to 64, not {self.depth!r}")
+        if type(self.draft_vocab) is not int or self.draft_vocab < 0:
+            raise ValueError(f"draft_vocab must be 0 or more, not {self.draft_vocab!r}")
         if self.heads not in ("light", "full"):
             raise ValueError(f"heads must be 'light' or 'full', not {self.heads!r}")
 
@@ -184,9 +187,10 @@ class Chimera(nn.Module):
         if raw.get("target_fingerprint") != fingerprint(model):
             print(f"warning: {folder} was trained for other weights of this shape; the text stays right, the speed may "
                   "suffer", file=sys.stderr)
-        file = open_safetensors(Path(folder) / "model.safetensors")
-        weights = {name: file.get_tensor(name) for name in file.keys()}
+        file = open_tensors(Path(folder) / "model.safetensors")
+        weights = {name: read_part(file, name) for name in file.keys()}
         config = ChimeraConfig(**{k: raw[k] for k in ChimeraConfig.__dataclass_fields__ if k in raw})
+        check_vocabulary(weights.get("vocab_ids"), model.config.vocab_size, folder)
         draft = cls(config, model, weights.get("vocab_ids", torch.empty(0)).to(model.lm_head.weight.device))
         try:
             draft.load_state_dict(weights)
@@ -196,6 +200,13 @@ class Chimera(nn.Module):
             parameter.data = lay_out(parameter.data)
         draft.tabulate()
         return draft
+
+
+def check_vocabulary(ids: torch.Tensor | None, vocab_size: int, folder) -> None:
+    """vocab_ids [W] of a draft's file: ids of the target, sorted, none twice (drawn twice it would not be lossless)."""
+    if ids is not None and (ids.dim() != 1 or ids.dtype != torch.int64 or len(ids) == 0 or ids[0] < 0
+                            or ids[-1] >= vocab_size or (ids.diff() <= 0).any()):
+        raise ValueError(f"{folder}: vocab_ids are no sorted list of the target's token ids; train the draft again")
 
 
 def trigrams_of(tokens: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+
+from checkpoint import check_sizes, hf_parts, read_json, read_tensor, refuse_pointer, refuse_unknown, tensor_files
+
+MOST = {"max_position_embeddings": 2**20 + 1, "num_hidden_layers": 1000}    # lists of this length are made
 
 
 @dataclass
@@ -46,8 +49,9 @@ class LlamaConfig:
                     raise ValueError(f"tie_word_embeddings must be true or false, not {value!r}")
             elif name == "head_dim" and value is None:
                 self.head_dim = self.hidden_size // self.num_attention_heads
-            elif type(value) not in ((int,) if whole else (int, float)) or not 0 < value < 2**31:
-                raise ValueError(f"{name} must be a positive {'integer' if whole else 'number'}, not {value!r}")
+            elif type(value) not in ((int,) if whole else (int, float)) or not 0 < value < MOST.get(name, 2**31):
+                kind, most = "integer" if whole else "number", MOST.get(name, 2**31) - 1
+                raise ValueError(f"{name} must be a positive {kind}, not {value!r} (at most {most})")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"{self.num_attention_heads} query heads do not divide into "
                              f"{self.num_key_value_heads} key/value heads")
@@ -63,7 +67,8 @@ class LlamaConfig:
             raise ValueError(f"model_type {raw['model_type']!r} is not supported, only 'llama' is")
         if kind not in ("default", "linear"):
             raise ValueError(f"rope type {kind!r} is not supported, only 'default' and 'linear' are (LLaMA-2 style)")
-        only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
+        only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None,
+                "sliding_window": None, "num_local_experts": None}
         for key, value in only.items():
             if raw.get(key, value) not in (value, None):
                 raise ValueError(f"{key} = {raw[key]!r} is not supported; this code computes {key} = {value!r} only")
@@ -286,14 +291,15 @@ class Llama(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, device="cpu", dtype: torch.dtype = torch.float32) -> "Llama":
-        """Loads a Hugging Face folder: config.json and model.safetensors, or shards under model.safetensors.index.json.
+        """Loads a Hugging Face folder: config.json and the weights, as checkpoint.tensor_files finds them.
 
         Raises FileNotFoundError for a missing file, ValueError for what cannot be computed or does not fit.
         """
         folder, config = Path(folder), LlamaConfig.from_pretrained(folder)
+        where = tensor_files(folder)
+        check_sizes(where, config)              # before anything as large as config.json asks for is made
         with torch.device("meta"):              # shapes only; each tensor is replaced below, one at a time
             model = cls(config)
-        where = tensor_files(folder)
         for name, parameter in list(model.named_parameters()):
             parts = hf_parts(name, parameter, config)
             weight = torch.cat([read_tensor(where, hf, shape, dtype) for hf, shape in parts])
@@ -302,7 +308,8 @@ class Llama(nn.Module):
             setattr(owner, leaf, nn.Parameter(weight, requires_grad=False))
         if config.tie_word_embeddings:
             model.lm_head.weight = model.embed.weight
-        refuse_unknown(where, model)
+        refuse_unknown(where, {hf for name, p in model.named_parameters() for hf, _ in hf_parts(name, p, config)},
+                       config.tie_word_embeddings)
         model.cos, model.sin = (table.to(device, dtype) for table in (model.cos, model.sin))    # made on the CPU above
         return model
 
@@ -316,82 +323,6 @@ class Llama(nn.Module):
                 tensors[hf] = piece.to("cpu", dtype or piece.dtype).contiguous()
         Path(folder, "config.json").write_text(json.dumps(self.config.to_dict(), indent=2))
         save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoint files
-
-HF_NAMES = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"],
-            "input_norm": ["input_layernorm"], "post_norm": ["post_attention_layernorm"],
-            "qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "o_proj": ["self_attn.o_proj"],
-            "gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "down_proj": ["mlp.down_proj"]}
-
-
-def hf_parts(name: str, parameter: torch.Tensor, config: LlamaConfig) -> list[tuple[str, list[int]]]:
-    """One of our (fused) parameters -> the Hugging Face tensors stacked in it, with their shapes."""
-    *prefix, module, leaf = name.split(".")
-    rows, rest = parameter.shape[0], list(parameter.shape[1:])
-    kv = config.num_key_value_heads * config.head_dim
-    sizes = {"qkv_proj": [rows - 2 * kv, kv, kv], "gate_up_proj": [rows // 2] * 2}.get(module, [rows])
-    start = ".".join(["model", *prefix]) + "." if prefix else ""
-    return [(f"{start}{hf}.{leaf}", [size, *rest]) for hf, size in zip(HF_NAMES[module], sizes)]
-
-
-def read_json(path: Path) -> dict:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} not found; give a folder in Hugging Face layout (config.json, *.safetensors)")
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); fetch the file again") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} is not a JSON object; fetch the file again")
-    return raw
-
-
-def open_safetensors(path: Path):
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} not found; the checkpoint is incomplete, fetch that file again")
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); fetch the file again") from None
-
-
-def tensor_files(folder: Path) -> dict:
-    """Tensor name -> the open file that holds it. With an index, only what the index names is read."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise ValueError(f"{index} has no weight_map; fetch the file again")
-        files = {file: open_safetensors(folder / file) for file in sorted(set(names.values()))}
-        return {name: files[file] for name, file in names.items()}
-    if not (folder / "model.safetensors").is_file() and list(folder.glob("pytorch_model*.bin")):
-        raise ValueError(f"{folder} holds only pytorch_model*.bin, which is not read; save it as safetensors first")
-    file = open_safetensors(folder / "model.safetensors")
-    return dict.fromkeys(file.keys(), file)
-
-
-def read_tensor(where: dict, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    if name not in where:
-        raise ValueError(f"the checkpoint has no tensor {name!r}; it is incomplete or not a LLaMA checkpoint")
-    try:
-        tensor = where[name].get_tensor(name)
-    except SafetensorError as error:
-        raise ValueError(f"tensor {name!r} cannot be read ({error}); fetch the checkpoint again") from None
-    if list(tensor.shape) != shape:
-        raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {shape}")
-    return tensor.to(dtype)
-
-
-def refuse_unknown(where: dict, model: Llama) -> None:
-    """An unread tensor would mean another model than config.json tells; only recomputable rope buffers may be there."""
-    known = {hf for name, p in model.named_parameters() for hf, _ in hf_parts(name, p, model.config)}
-    known |= {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    odd = [n for n in where if n not in known and not n.endswith(("rotary_emb.inv_freq", "rope.freqs"))]
-    if odd:
-        raise ValueError(f"the checkpoint has {len(odd)} unknown tensors, such as {odd[0]!r}; it is not a plain LLaMA")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -412,11 +343,15 @@ class Tokenizer:
     def from_pretrained(cls, folder) -> "Tokenizer":
         """Raises FileNotFoundError without tokenizer files, ValueError if they cannot be read."""
         folder = Path(folder)
-        raw = read_json(folder / "config.json")
-        eos = raw.get("eos_token_id")
-        eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        if not all(isinstance(i, int) for i in eos_ids):
-            raise ValueError(f"{folder / 'config.json'}: eos_token_id must be an id or a list of ids, not {eos!r}")
+        raw, eos_ids = read_json(folder / "config.json"), set()
+        for path in filter(Path.is_file, (folder / "config.json", folder / "generation_config.json")):
+            eos = read_json(path).get("eos_token_id")
+            ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise ValueError(f"{path}: eos_token_id must be an id or a list of ids, not {eos!r}")
+            eos_ids.update(ids)
+        for name in ("tokenizer.model", "tokenizer.json"):
+            refuse_pointer(folder / name)
         if (folder / "tokenizer.model").is_file():
             return cls._sentencepiece(folder / "tokenizer.model", eos_ids)
         if (folder / "tokenizer.json").is_file():

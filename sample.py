@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import read_json
 from common import (
     ASSETS,
     CHATS,
@@ -28,7 +29,7 @@ from common import (
     run,
 )
 from draft import Chimera
-from model import Llama, read_json
+from model import Llama
 from speculative import default_tree, generate, is_greedy
 from trace_page import Trace
 from tree import Tree

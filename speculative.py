@@ -222,6 +222,7 @@ class Cache:
         self.kv: KVCache | None = None
         self.drafter: ChimeraState | LlamaState | None = None
         self.owner = None                       # the model and draft that it belongs to
+        self.calls = 0                          # only the newest call may go on
 
     def prepare(self, model: Llama, draft, rows: int) -> None:
         """Makes or grows the target's and the draft's state for `rows` positions."""
@@ -304,6 +305,8 @@ def judge(children, tokens: list[int], logits: torch.Tensor, drawn: dict, p_of: 
             raise ValueError(NON_FINITE)
         return *accept_greedy(children, tokens, best), {}, {}
     p, q = {}, {}
+    if logits.is_cuda:                          # the walk asks for numbers one by one: fetch them all in one go
+        logits, drawn = logits.cpu(), fetched(drawn)
 
     def p_at(node):
         p[node] = p_of(logits[node])
@@ -316,6 +319,12 @@ def judge(children, tokens: list[int], logits: torch.Tensor, drawn: dict, p_of: 
         return q.get(node)
 
     return *accept(children, tokens, p_at, q_at, randomness), p, q
+
+
+def fetched(drawn: dict) -> dict:
+    """(ids, q) by node, brought to the CPU in two transfers."""
+    columns = [torch.stack(parts).cpu() for parts in zip(*drawn.values())]
+    return dict(zip(drawn, zip(*columns)))
 
 
 def until_eos(ids: list[int], eos) -> list[int]:
@@ -365,10 +374,12 @@ class Watch:
 @torch.inference_mode()
 def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eos, on_round) -> Iterator[list[int]]:
     """The decode loop."""
-    new = prefill(model, cache, prompt, p_of, randomness)
+    new, call = prefill(model, cache, prompt, p_of, randomness), cache.calls
     left = max_new_tokens - 1
     yield new
     while left > 0 and new[-1] not in eos:
+        if cache.calls != call:
+            raise ValueError("another call has gone on with this cache since; finish one before the next")
         flips, plan = len(randomness.log), plan_for(left, len(cache.tokens))
         watch = Watch(on_round and cache.kv.kv.device)
         ids, drawn = draft_tree(cache.drafter, plan, cache.tokens[-3:], p_of, randomness)                   # 1. draft
@@ -410,6 +421,7 @@ def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = No
     total = check_prompt(model, prompt, cache)
     tree = Tree([]) if draft is None else Tree.parse(default_tree(draft, temperature) if tree is None else tree)
     check_tree(draft, tree)
+    cache.calls += 1
     if max_new_tokens == 0:
         cache.tokens += prompt                              # without rows yet: the next call feeds them
         return iter(())

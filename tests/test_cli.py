@@ -1,4 +1,5 @@
 """sample.py from the outside: what it prints where, and one readable line for everything that a user can get wrong."""
+import json
 import re
 import subprocess
 import sys
@@ -215,6 +216,34 @@ def llama_of(folder: Path, **shape) -> list:
     return ["--draft", save_checkpoint(tiny_llama(**shape), folder / "small")]
 
 
+def binary(folder: Path, content) -> list:
+    torch.save(content, folder / "pytorch_model.bin")
+    return []
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def with_code(folder: Path) -> list:
+    """What an attacker would put into a checkpoint."""
+    return remove(folder / "model.safetensors") + binary(folder, {"model.norm.weight": Code()})
+
+
+def shard_at(folder: Path, place) -> list:
+    return write(folder / "model.safetensors.index.json", json.dumps({"weight_map": {"model.norm.weight": place}}))
+
+
+def vocab_ids(folder: Path, ids: list) -> list:
+    """Options for a Chimera whose draft vocabulary was tampered with."""
+    draft = tiny_draft(Llama.from_pretrained(folder / "toy"), draft_vocab=2)
+    draft.vocab_ids = torch.tensor(ids)
+    draft.save_pretrained(folder / "chimera")
+    return ["--draft", folder / "chimera"]
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
 CHIMERA = "chimera/config.json", "chimera/model.safetensors"
 
 BAD_CHECKPOINTS = {
@@ -229,10 +258,34 @@ BAD_CHECKPOINTS = {
     "other size": (lambda d: config(d, vocab_size=401), "config.json asks for [401, 32]"),
     "no weights": (lambda d: remove(d / "model.safetensors"), "model.safetensors not found"),
     "cut weights": (lambda d: cut(d / "model.safetensors"), "model.safetensors is damaged"),
-    "weights not finite": (not_finite, "logits are not finite; use "),
+    "weights not finite": (not_finite, "tensor 'model.norm.weight' holds NaN or infinities; fetch the file again"),
     "missing shard": (lambda d: write(d / "model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'),
                       "b.safetensors not found"),
-    "only .bin": (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin") and [], "save it as safetensors"),
+    "a .bin that is none": (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin") and [],
+                            "pytorch_model.bin is damaged, too old, or holds code"),
+    "a .bin with code": (lambda d: with_code(d), "holds code instead of weights"),
+    "a .bin with a list": (lambda d: remove(d / "model.safetensors") + binary(d, [1]), "is no table of tensors"),
+    "shard outside the folder": (lambda d: shard_at(d, "../model.safetensors"), "is no plain file name"),
+    "shard at a full path": (lambda d: shard_at(d, "/etc/passwd"), "'/etc/passwd' is no plain file name"),
+    "shard without a name": (lambda d: shard_at(d, 5), "5 is no plain file name"),
+    "shards in a list": (lambda d: write(d / "model.safetensors.index.json", '{"weight_map": []}'), "no weight_map"),
+    **{f"{name} of Git LFS": (lambda d, name=name: write(d / name, POINTER), f"{name} is a Git LFS pointer")
+       for name in ("config.json", "model.safetensors", "tokenizer.model")},
+    "sliding window": (lambda d: config(d, sliding_window=4096), "sliding_window = 4096 is not supported"),
+    "experts": (lambda d: config(d, num_local_experts=8), "num_local_experts = 8 is not supported"),
+    "mistral": (lambda d: config(d, model_type="mistral"), "model_type 'mistral' is not supported"),
+    "bias": (lambda d: config(d, attention_bias=True), "attention_bias = True is not supported"),
+    "quantised": (lambda d: config(d, quantization_config={"bits": 4}), "quantization_config"),
+    "10^12 parameters": (lambda d: config(d, hidden_size=10**6, intermediate_size=10**6), "asks for [400, 1000000]"),
+    "endless context": (lambda d: config(d, max_position_embeddings=2**30), "max_position_embeddings must be"),
+    "endless layers": (lambda d: config(d, num_hidden_layers=10**9), "num_hidden_layers must be"),
+    "more layers": (lambda d: config(d, num_hidden_layers=99), "no tensor 'model.layers.98."),
+    "too few layers": (lambda d: config(d, num_hidden_layers=1), "unknown tensors, such as 'model.layers.1"),
+    "heads in words": (lambda d: config(d, num_attention_heads="four"), "num_attention_heads must be a positive"),
+    **{f"eos {eos!r}": (lambda d, eos=eos: config(d, eos_token_id=eos), "eos_token_id must be an id or a list of ids")
+       for eos in ([[1]], "2", -1, True, {"a": 1})},
+    "eos to generate with": (lambda d: write(d / "generation_config.json", '{"eos_token_id": "x"}'),
+                             "generation_config.json: eos_token_id must be"),
     "no tokenizer": (lambda d: remove(d / "tokenizer.model"), "neither tokenizer.model nor tokenizer.json"),
     "no such tokenizer": (lambda d: write(d / "tokenizer.model", "?"), "tokenizer.model is not a sentencepiece model"),
     "tokenizer too large": (lambda d: resave(d, vocab_size=300), "prompt holds token id"),
@@ -246,7 +299,13 @@ BAD_DRAFTS = {
     "config is a list": (lambda d: write(d / CHIMERA[0], "[]") + ["--draft", d / "chimera"], "config.json"),
     "config without a target": (lambda d: config(d / "chimera", target=...) + ["--draft", d / "chimera"], "target"),
     "other depth": (lambda d: config(d / "chimera", depth=2) + ["--draft", d / "chimera"], "and weights differ"),
-    "depth 0": (lambda d: config(d / "chimera", depth=0) + ["--draft", d / "chimera"], "depth must be at least 1"),
+    "depth 0": (lambda d: config(d / "chimera", depth=0) + ["--draft", d / "chimera"], "depth must be from 1 to 64"),
+    "depth 10^9": (lambda d: config(d / "chimera", depth=10**9) + ["--draft", d / "chimera"], "depth must be from 1"),
+    "vocabulary in words": (lambda d: config(d / "chimera", draft_vocab="x") + ["--draft", d / "chimera"], "vocab"),
+    **{f"vocab_ids {what}": (lambda d, ids=ids: vocab_ids(d, ids), "vocab_ids are no sorted list")
+       for what, ids in {"twice": [1, 1], "unsorted": [2, 1], "too high": [1, 400], "negative": [-1, 2],
+                         "2-D": [[1], [2]], "real": [0.5, 1.5]}.items()},
+    "draft of Git LFS": (lambda d: write(d / CHIMERA[1], POINTER) + ["--draft", d / "chimera"], "Git LFS pointer"),
     "no weights": (lambda d: remove(d / CHIMERA[1]) + ["--draft", d / "chimera"], "model.safetensors not found"),
     "cut weights": (lambda d: cut(d / CHIMERA[1]) + ["--draft", d / "chimera"], "model.safetensors is damaged"),
     "Llama of another vocabulary": (lambda d: llama_of(d), "40 tokens, the target 400"),
@@ -269,6 +328,7 @@ BAD_OPTIONS = {
     "negative temperature": (lambda d: ["--temperature", -0.5], "temperature must be 0 or more and finite, not -0.5"),
     "temperature nan": (lambda d: ["--temperature", "nan"], "temperature must be 0 or more and finite, not nan"),
     "negative length": (lambda d: ["--max_new_tokens", -1], "max_new_tokens must be 0 or more, not -1"),
+    "seed": (lambda d: ["--seed", 2**64], "--seed must fit into 64 bits"),
     "unknown template": (lambda d: ["--chat", "alpaca"], "unknown chat template 'alpaca'; choose one of"),
     "unfitting template": (lambda d: ["--chat", "chatml"], "use --chat none"),
 }

@@ -155,6 +155,11 @@ BAD = {
     "number": (7, NO_TURNS),
     "null": (None, NO_TURNS),
     "string": ("just a string", NO_TURNS),
+    "half a character": (talk("a", "b\ud800"), "half a surrogate pair in the text"),
+    "ids in words": ({"text_ids": ["a"]}, "text_ids are no token ids"),
+    "ids below 0": ({"text_ids": [5, -1]}, "text_ids are no token ids"),
+    "one id": ({"text_ids": 5}, "text_ids are no token ids"),
+    "ids past the vocabulary": (talk("a", "b") | {"answer_ids": [10**6]}, "answer_ids are no token ids"),
 }
 
 

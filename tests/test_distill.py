@@ -205,7 +205,8 @@ def test_a_second_file_is_added(tmp_path, model, toy_tokenizer, prompts_file, st
     assert rows[:len(first)] == first and len({row["id"] for row in rows}) == len(rows) == len(first) + 4
 
 
-@pytest.mark.parametrize("text", ['[{"conversations": []}]', '{"conversations": []}\n', "Once upon\na time\n"])
+@pytest.mark.parametrize("text", ['[{"conversations": []}]', '{"conversations": []}\n', "Once upon\na time\n",
+                                  '{"id": "a"}\n5\n', '{"id": "a"}\nfive\n'])
 def test_a_file_of_another_kind_is_never_touched(tmp_path, text):
     out = tmp_path / "mine.json"
     out.write_text(text)

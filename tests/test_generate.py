@@ -233,6 +233,15 @@ def test_a_consumer_that_stops_early_leaves_a_usable_cache():
     assert more == text(MODEL, [5, *got, 7], max_new_tokens=5)
 
 
+def test_two_calls_cannot_take_turns_on_one_cache():
+    cache = Cache()
+    first = generate(MODEL, [5], max_new_tokens=30, cache=cache)
+    next(first)
+    next(generate(MODEL, [6], max_new_tokens=30, cache=cache))
+    with pytest.raises(ValueError, match="another call has gone on with this cache"):
+        next(first)
+
+
 @pytest.mark.parametrize("name", ["verify", "judge"])
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_an_interrupt_leaves_a_usable_cache(name, call, monkeypatch):

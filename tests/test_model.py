@@ -356,11 +356,36 @@ def test_a_missing_file_is_named(saved, missing):
         Llama.from_pretrained(folder)
 
 
-def test_a_folder_of_bin_files_says_what_to_do(saved):
+@pytest.mark.parametrize("shards", [1, 2])
+def test_bin_files_are_read_as_safetensors_are(saved, shards):
+    model, folder = saved
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    if shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        where = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(names)}
+        for file in set(where.values()):
+            torch.save({name: tensors[name] for name in names if where[name] == file}, folder / file)
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    loaded = Llama.from_pretrained(folder)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+def test_safetensors_come_before_bin(saved):
     _, folder = saved
-    (folder / "model.safetensors").rename(folder / "pytorch_model-00001-of-00001.bin")
-    with pytest.raises(ValueError, match="save it as safetensors"):
-        Llama.from_pretrained(folder)
+    (folder / "pytorch_model.bin").write_text("not looked at")
+    Llama.from_pretrained(folder)
+
+
+def test_links_inside_a_folder_are_followed(saved, tmp_path):
+    """As in a hub's cache, where a snapshot holds links to blobs."""
+    model, folder = saved
+    (tmp_path / "snapshot").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    assert torch.equal(Llama.from_pretrained(tmp_path / "snapshot").norm.weight, model.norm.weight)
 
 
 @pytest.fixture
