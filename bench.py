@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from common import CHATS, chat_prompt, choose_chat, choose_device, dtype_name, load_target, parse_options, run
+from chat import CHATS, chat_prompt, choose_chat
+from common import choose_device, dtype_name, load_target, parse_options, run
 from sample import DRAFT, OPENINGS, STORIES, Result, decode, load_draft
 from speculative import default_tree
 from tree import Tree
@@ -175,7 +176,7 @@ def main() -> None:
     check(args)
     device = choose_device(args.device)
     model, tok = load_target(args.ckpt, device, args.dtype)
-    draft, chat = load_draft(args.draft, model), choose_chat(args.chat, tok)
+    draft, chat = load_draft(args.draft, model), choose_chat(args.chat, tok, args.ckpt)
     room = model.config.max_position_embeddings - args.max_new_tokens
     rows = read_prompts(Path(args.prompts), args.n)
     prompts = [(category, chat_prompt(tok, chat, [text])) for category, text in rows]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import chat_prompt
+from chat import chat_prompt
 from data import read_records, turns_of
 from model import Llama, Tokenizer, additive_mask
 from speculative import NON_FINITE, until_eos

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import torch
 
+from chat import CHATS, chat_prompt, choose_chat
 from common import (
     ASSETS,
-    CHATS,
     TextStream,
-    chat_prompt,
-    choose_chat,
     choose_device,
     dtype_name,
     load_target,
@@ -122,7 +120,9 @@ OPTIONS = {
     "draft": dict(help="folder of its Chimera draft, or of a smaller LLaMA with the same vocabulary; none (or not "
                   "given beside --ckpt): plain decoding"),
     "prompt": dict(default="Once upon a time", help="text, or FILE:path for the text of a file"),
-    "chat": dict(default="auto", help=f"chat template: {', '.join(CHATS)}; auto: the one that the tokenizer knows"),
+    "chat": dict(default="auto", help=f"chat template: {', '.join(CHATS)}; auto: by the folder's "
+                 "chat_template, its name or its control tokens"),
+    "system": dict(help="what the model is told before the first turn; not given: the template's own, if it has one"),
     "max_new_tokens": dict(type=int, default=256, help="most tokens to write"),
     "temperature": dict(type=float, default=0.0, help="0: always the likeliest token"),
     "top_k": dict(type=int, default=0, help="draw from the k likeliest tokens; 0: from all"),
@@ -175,8 +175,10 @@ def main() -> None:
     draft = None if args.draft == "none" else load_draft(args.draft, model)
     if draft is None and (args.compare or args.tree):
         raise ValueError("--compare and --tree need a --draft")
-    chat = choose_chat(args.chat, tok)
-    prompt = chat_prompt(tok, chat, [text])
+    chat = choose_chat(args.chat, tok, args.ckpt)
+    if args.system is not None and chat == "none":
+        raise ValueError("--system needs a chat template, and this is --chat none")
+    prompt = chat_prompt(tok, chat, [text], args.system)
     tree = Tree.parse(args.tree or default_tree(draft, args.temperature)) if draft else None
     used = f"draft {args.draft}, {tree.size} nodes, depth {tree.depth}" if draft else "no draft"
     say(f"{args.ckpt} | {device.type} {dtype_name(model)} | chat {chat} | temperature "
@@ -184,7 +186,7 @@ def main() -> None:
     if args.compare:                                        # both sides warm before either is timed
         short = argparse.Namespace(**vars(args) | {"max_new_tokens": min(8, args.max_new_tokens)})
         decode(model, prompt, draft, short, tok.eos_ids), decode(model, prompt, None, short, tok.eos_ids)
-    stream = TextStream(tok, prompt)
+    stream = TextStream(tok, prompt if chat == "none" else [])              # an answer begins without a space
     opening = text if chat == "none" else ""
     result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color, opening))
     print(stream.push([], last=True), flush=True)
