@@ -145,8 +145,10 @@ def read_turn() -> str | None:
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-        if not line or line.strip():
-            return line.strip() or None
+        if not line:
+            return print(file=sys.stderr)                   # the shell's prompt begins a line
+        if line.strip():
+            return line.strip()
 
 
 def converse(model: Llama, tok, draft, chat: str, args) -> None:
@@ -255,6 +257,7 @@ def main() -> None:
     say(f"{args.ckpt} | {device.type} {dtype_name(model)} | chat {chat} | temperature "
         f"{args.temperature} | {used}")
     if args.interactive:
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         return converse(model, tok, draft, chat, args)
     prompt = chat_prompt(tok, chat, [text], args.system)
     if args.compare:                                        # both sides warm before either is timed

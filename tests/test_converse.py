@@ -23,7 +23,7 @@ LINES = ["Tom saw a cat", "Lily", "The sun was warm"]
 
 @pytest.fixture
 def talk(toy_checkpoint, monkeypatch, capfd):
-    """Feeds lines to converse() -> its turns [(prompt ids, answer ids)], what it printed, the target, its rows a pass."""
+    """Lines into converse() -> its turns [(prompt ids, answer ids)], what it printed, the target, its rows a pass."""
     def call(lines, chat="llama2", draft=None, limit=1024, eos=None, presses=0, **settings):
         model = Llama.from_pretrained(edit_config(toy_checkpoint, max_position_embeddings=limit))
         tok = Tokenizer.from_pretrained(toy_checkpoint)
@@ -167,6 +167,12 @@ def test_a_conversation_through_pipes(toy_checkpoint, end):
     out, err = (process := start(toy_checkpoint, "--max_new_tokens", 6)).communicate("Tom\nLily\n" + end)
     assert process.returncode == 0 and "Traceback" not in err and err.count("> ") == 3
     assert len(re.findall(r"stopped: max_new_tokens \| answer: 6 tokens", err)) == 2 and out.count("\n") == 2
+
+
+def test_bytes_that_are_no_text_do_not_end_it(toy_checkpoint):
+    command = [sys.executable, SCRIPT, "--ckpt", toy_checkpoint, "--interactive", "--max_new_tokens", "3"]
+    done = subprocess.run(command, input=b"caf\xe9\nTom", capture_output=True)
+    assert done.returncode == 0 and done.stderr.count(b"answer: 3 tokens") == 2
 
 
 @pytest.mark.parametrize("draft", [False, True])
