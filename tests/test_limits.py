@@ -96,6 +96,26 @@ def test_a_context_that_is_exactly_full_is_said(cli, drafts, toy_checkpoint, dra
     check_refused(cli(*options), f"the prompt has {size} tokens and the model's context {size}: no room to continue")
 
 
+def test_the_cache_holds_key_value_heads_only():
+    model, cache = tiny_llama(num_attention_heads=4, num_key_value_heads=2, head_dim=8), Cache()
+    text(model, [1], max_new_tokens=2, cache=cache)
+    assert cache.kv.kv.shape[-3] == 2 and cache.kv.kv.shape[-1] == 8
+
+
+@pytest.mark.parametrize("name", ["itself", "near copy"])
+def test_the_second_llamas_cache_is_that_of_a_fresh_prefill(name):
+    """After every round, whether none, some or all of what it drafted was accepted."""
+    draft, cache, seen = DRAFTS[name], Cache(), set()
+    for ids in generate(MODEL, [10], draft, "chain:4", 61, cache=cache):
+        seen.add(len(ids))
+        state, n = cache.drafter, cache.drafter.length - len(cache.drafter.waiting)
+        assert state.cache.length == n and state.waiting == cache.tokens[n:-1]
+        fresh = draft.new_cache(n + 1)
+        draft.hidden_states(torch.tensor([cache.tokens[:n + 1]]), fresh)
+        assert torch.allclose(state.cache.kv[..., :n, :], fresh.kv[..., :n, :], atol=1e-5)
+    assert seen == {1, 5} if name == "itself" else seen >= {1, 2, 3}, seen
+
+
 # -- temperature, top_k, top_p -----------------------------------------------------------------------------------------
 
 GREEDY = [{"temperature": 0.0}, {"temperature": 1e-40}, {"temperature": 1e-6}, {"temperature": 1.0, "top_k": 1},
