@@ -188,7 +188,7 @@ def main() -> None:
     args.tree = args.tree or default_tree(draft, args.temperature)
     args.tree = fastest_tree(model, tok, draft, fitting, args) if args.tree == "auto" else args.tree
     setting = {"ckpt": args.ckpt, "draft": args.draft, "device": device.type, "threads": torch.get_num_threads(),
-               "tree": args.tree, "dtype": dtype_name(model), "nodes": Tree.parse(args.tree).size,
+               "tree": args.tree, "chat": chat, "dtype": dtype_name(model), "nodes": Tree.parse(args.tree).size,
                "temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     print("  ".join(f"{key} {value}" for key, value in setting.items()))
     table = measure(model, tok, draft, fitting, args)

@@ -380,7 +380,7 @@ def main() -> None:
     processes(args)
     model, tok = load_target(args.ckpt, torch.device(args.device_used), args.dtype)
     args.dtype_used = dtype_name(model)
-    chat = choose_chat(args.chat, tok, args.ckpt)
+    chat = args.chat_used = choose_chat(args.chat, tok, args.ckpt)
     if args.distill and args.world > 1:
         raise ValueError("--distill runs in one process; start it without torchrun")
     if args.distill:

@@ -86,6 +86,13 @@ def test_a_further_turn_ends_an_answer_that_was_cut_short(toy_tokenizer, chat):
     assert cut[-len(user):] == user and cut[-len(user) - 1] == EOS and cut.count(EOS) == user.count(EOS) + 1
 
 
+def test_a_further_chatml_turn(tmp_path):
+    tok = Tokenizer.from_pretrained(write_tokenizer_json(tmp_path))
+    *_, (user, is_answer) = chat_segments(tok, "chatml", TURNS)
+    assert not is_answer and next_turn(tok, "chatml", TURNS[2], tok.special["<|im_end|>"]) == user
+    assert next_turn(tok, "chatml", TURNS[2], 50) == [tok.special["<|im_end|>"], *user]
+
+
 # -- auto --------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("text, chat", [
