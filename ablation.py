@@ -15,7 +15,8 @@ import torch
 
 import bench
 import train
-from common import chat_prompt, choose_chat, load_target, run
+from chat import chat_prompt, choose_chat
+from common import load_target, run
 from draft import Chimera, ChimeraState
 from sample import OPENINGS, STORIES
 
@@ -141,7 +142,7 @@ def main() -> None:
                       draft_vocab=options.draft_vocab, dtype_used="bfloat16", device_used="cpu")
     device, rows_file = torch.device("cpu"), Path(options.out) / "rows.json"
     model, tok = load_target(options.ckpt, device, "bfloat16")
-    chat = choose_chat("auto", tok)
+    chat = choose_chat("auto", tok, options.ckpt)
     rows = json.loads(rows_file.read_text()) if rows_file.exists() else {}
     rows_file.parent.mkdir(parents=True, exist_ok=True)
     for name in (name for name in names if name not in rows):

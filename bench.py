@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from common import CHATS, chat_prompt, choose_chat, choose_device, dtype_name, load_target, parse_options, run
+from chat import CHATS, chat_prompt, choose_chat
+from common import choose_device, dtype_name, load_target, parse_options, run
 from data import broken
 from sample import DRAFT, OPENINGS, STORIES, Result, decode, load_draft
 from speculative import default_tree
@@ -180,7 +181,7 @@ def main() -> None:
     check(args)
     device = choose_device(args.device)
     model, tok = load_target(args.ckpt, device, args.dtype)
-    draft, chat = load_draft(args.draft, model), choose_chat(args.chat, tok)
+    draft, chat = load_draft(args.draft, model), choose_chat(args.chat, tok, args.ckpt)
     room = model.config.max_position_embeddings - args.max_new_tokens
     rows = read_prompts(Path(args.prompts), args.n)
     prompts = [(category, chat_prompt(tok, chat, [text])) for category, text in rows]
@@ -192,7 +193,7 @@ def main() -> None:
     args.tree = args.tree or default_tree(draft, args.temperature)
     args.tree = fastest_tree(model, tok, draft, fitting, args) if args.tree == "auto" else args.tree
     setting = {"ckpt": args.ckpt, "draft": args.draft, "device": device.type, "threads": torch.get_num_threads(),
-               "tree": args.tree, "dtype": dtype_name(model), "nodes": Tree.parse(args.tree).size,
+               "tree": args.tree, "chat": chat, "dtype": dtype_name(model), "nodes": Tree.parse(args.tree).size,
                "temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     print("  ".join(f"{key} {value}" for key, value in setting.items()))
     table = measure(model, tok, draft, fitting, args)

@@ -1,4 +1,4 @@
-"""What the scripts share: chat templates, text that streams, device and dtype, command line, errors in one line."""
+"""What the scripts share: text that streams, device and dtype, command line, errors in one line."""
 import argparse
 import os
 import sys
@@ -12,45 +12,6 @@ import torch.nn.functional as F
 from model import Llama, LlamaConfig, Tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
-CHATS = ("auto", "none", "chatml")
-SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-
-
-# -- chat templates ---------------------------------------------------------------------------------------------------
-
-def choose_chat(name: str, tok: Tokenizer) -> str:
-    """auto: chatml where the tokenizer has its control tokens, else none."""
-    if name not in CHATS:
-        raise ValueError(f"unknown chat template {name!r}; choose one of {', '.join(CHATS)}")
-    has = {"<|im_start|>", "<|im_end|>"} <= tok.special.keys()
-    if name == "chatml" and not has:
-        raise ValueError("the chatml template needs <|im_start|>, which this tokenizer lacks; use --chat none")
-    return ("chatml" if has else "none") if name == "auto" else name
-
-
-def chat_segments(tok: Tokenizer, chat: str, turns: list[str], system: str = SMOLLM_SYSTEM) -> list[tuple[list, bool]]:
-    """Turns (user, assistant, user, ...) -> [(ids, is_answer)], each tokenised on its own: labels need no offsets.
-
-    An answer's segment ends with its end-of-turn id. After the last user turn comes what makes the model answer, so the
-    ids of all segments together are the prompt. Control ids are inserted here, by id: user text cannot forge one.
-    """
-    if chat == "none":
-        eos = sorted(tok.eos_ids)[:1]
-        return [(tok.encode(t, bos=i == 0) + eos * (i % 2), i % 2 == 1) for i, t in enumerate(turns)]
-    start, end, line = tok.special["<|im_start|>"], tok.special["<|im_end|>"], tok.encode("\n", bos=False)
-    segments = [([start, *tok.encode("system\n" + system, bos=False), end], False)]
-    for i, text in enumerate(turns):
-        if i % 2:
-            segments.append((tok.encode(text, bos=False) + [end], True))
-        else:
-            user = [start, *tok.encode("user\n" + text, bos=False), end, *line]
-            segments.append((line + user + [start, *tok.encode("assistant\n", bos=False)], False))
-    return segments
-
-
-def chat_prompt(tok: Tokenizer, chat: str, turns: list[str]) -> list[int]:
-    """The ids after which the model answers the last turn."""
-    return [i for ids, _ in chat_segments(tok, chat, turns) for i in ids]
 
 
 # -- streaming --------------------------------------------------------------------------------------------------------

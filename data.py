@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common import chat_segments
+from chat import chat_segments
 from draft import fingerprint
 from model import Llama, Tokenizer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import chat_prompt
+from chat import chat_prompt
 from data import read_records, turns_of
 from model import Llama, Tokenizer, additive_mask
 from speculative import NON_FINITE, until_eos
@@ -98,7 +98,8 @@ def distill(model: Llama, tok: Tokenizer, chat: str, args) -> None:
     random.Random(args.seed).shuffle(prompts)
     done = already_done(Path(out))
     todo = [p for p in prompts if p["id"] not in done]
-    print(f"{len(prompts)} prompts of at most {room} tokens, {len(done)} answered before, {len(todo)} to go -> {out}")
+    print(f"{len(prompts)} prompts of at most {room} tokens, {len(done)} answered before, {len(todo)} to go, "
+          f"chat {chat} -> {out}")
     total = 0
     with open(out, "a", encoding="utf-8") as file, tqdm(total=len(todo), unit="answer") as bar:
         for start in range(0, len(todo), 8 * batch_size):                       # neighbours in length share a batch

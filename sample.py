@@ -2,26 +2,27 @@
 
     python sample.py                            (the bundled storyteller and its draft, on a random opening)
     python sample.py --ckpt DIR --draft DIR --prompt "Once upon a time" --compare --color
+    python sample.py --ckpt DIR --draft DIR --interactive           (a conversation; Ctrl-C stops an answer)
 
 The text goes to standard output as it is committed, everything else to standard error.
 """
 import argparse
 import random
+import signal
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from chat import CHATS, chat_prompt, choose_chat, next_turn
 from checkpoint import read_json
 from common import (
     ASSETS,
-    CHATS,
     TextStream,
-    chat_prompt,
-    choose_chat,
     choose_device,
     dtype_name,
     load_target,
@@ -30,7 +31,7 @@ from common import (
 )
 from draft import Chimera
 from model import Llama
-from speculative import default_tree, generate, is_greedy
+from speculative import Cache, default_tree, generate, is_greedy
 from trace_page import Trace
 from tree import Tree
 
@@ -61,16 +62,19 @@ class Result:
         return (len(self.ids) - 1) / max(1e-9, self.ended - self.first)
 
 
-def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None, on_round=None) -> Result:
-    """One generation, timed; show(ids) is called with each pass as it is committed, on_round as `generate` does."""
+def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None, on_round=None, cache=None,
+           stopped=lambda: False) -> Result:
+    """One generation, timed; show(ids) is called with each pass as it is committed, then stopped() may end it."""
     result = Result(started=time.perf_counter())
     passes = generate(model, prompt, draft, args.tree if draft else None, args.max_new_tokens, args.temperature,
-                      args.top_k, args.top_p, eos_ids, torch.Generator().manual_seed(args.seed), on_round=on_round)
+                      args.top_k, args.top_p, eos_ids, torch.Generator().manual_seed(args.seed), cache, on_round)
     for ids in passes:
         result.ended = time.perf_counter()
         result.first = result.first or result.ended
         result.passes.append(ids)
         show(ids)
+        if stopped():
+            break
     return result
 
 
@@ -120,12 +124,73 @@ def stop_reason(result: Result, args, eos_ids) -> str:
     return "max_new_tokens" if len(result.ids) == args.max_new_tokens else "the context is full"
 
 
+# -- conversation ------------------------------------------------------------------------------------------------------
+
+@contextmanager
+def ctrl_c_noted() -> Iterator[list]:
+    """Ctrl-C fills the list, and the answer ends behind its pass: caches are never left half written. A second Ctrl-C,
+    for when a pass takes too long, ends the program."""
+    pressed = []
+
+    def note(*_) -> None:
+        pressed.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def read_turn() -> str | None:
+    """The next line that is not blank, asked for on standard error; None at the end of the input."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return print(file=sys.stderr)                   # the shell's prompt begins a line
+        if line.strip():
+            return line.strip()
+
+
+def converse(model: Llama, tok, draft, chat: str, args) -> None:
+    """Answers line after line. One Cache holds the conversation, so a turn's prefill runs over its own tokens only."""
+    cache, limit = Cache(), model.config.max_position_embeddings
+    while (line := read_turn()) not in (None, "/quit"):
+        if line == "/reset":
+            cache = Cache()
+            continue
+        prompt = (next_turn(tok, chat, line, cache.tokens[-1]) if cache.tokens
+                  else chat_prompt(tok, chat, [line], args.system))
+        if (used := len(cache.tokens) + len(prompt)) >= limit:
+            say(f"the context is full: {used} tokens with this turn, {limit} at most; shorten it, or /reset")
+        else:
+            say(reply(model, tok, draft, chat, args, cache, prompt))
+
+
+def reply(model: Llama, tok, draft, chat: str, args, cache: Cache, prompt: list[int]) -> str:
+    """Streams one answer -> a line on how it ended."""
+    stream = TextStream(tok, cache.tokens + prompt if chat == "none" else [])
+    with ctrl_c_noted() as pressed:
+        result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color), None, cache,
+                        lambda: bool(pressed))
+    print(stream.push([], last=True), flush=True)
+    why = stop_reason(result, args, tok.eos_ids)
+    why = "Ctrl-C" if pressed and why != "end of text" else why
+    why += "; /reset begins a new one" * (why == "the context is full")
+    return f"stopped: {why} | {describe('answer', result)}"
+
+
+# -- command line ------------------------------------------------------------------------------------------------------
+
 OPTIONS = {
     "ckpt": dict(help="folder of the target, Hugging Face layout; not given: the bundled storyteller with its draft"),
     "draft": dict(help="folder of its Chimera draft, or of a smaller LLaMA with the same vocabulary; none (or not "
                   "given beside --ckpt): plain decoding"),
     "prompt": dict(default="Once upon a time", help="text, or FILE:path for the text of a file"),
-    "chat": dict(default="auto", help=f"chat template: {', '.join(CHATS)}; auto: the one that the tokenizer knows"),
+    "chat": dict(default="auto", help=f"chat template: {', '.join(CHATS)}; auto: by the folder's "
+                 "chat_template, its name or its control tokens"),
+    "system": dict(help="what the model is told before the first turn; not given: the template's own, if it has one"),
     "max_new_tokens": dict(type=int, default=256, help="most tokens to write"),
     "temperature": dict(type=float, default=0.0, help="0: always the likeliest token"),
     "top_k": dict(type=int, default=0, help="draw from the k likeliest tokens; 0: from all"),
@@ -136,6 +201,8 @@ OPTIONS = {
                   help="auto: bfloat16 on cuda, on a CPU the faster of float32 and bfloat16"),
     "tree": dict(help="candidates per round: chain:K, nodes per depth as 4,8,8, or index paths as JSON; "
                  "not given: the draft's own"),
+    "interactive": dict(action="store_true", help="a conversation: turns are read from standard input, a line each; "
+                        "/reset begins a new one, /quit ends it"),
     "compare": dict(action="store_true", help="also decode without the draft: both speeds, and if the texts are equal"),
     "color": dict(action="store_true", help="accepted draft tokens in green"),
     "trace": dict(metavar="FILE", help="write every round's tree as one HTML page to step through (decodes slower)"),
@@ -150,6 +217,15 @@ def parse_args() -> argparse.Namespace:
         args.compare, args.color = True, sys.stdout.isatty()
         args.prompt = random.choice(OPENINGS.read_text("utf-8").splitlines())
     return args
+
+
+def check(args, chat: str) -> None:
+    if args.draft == "none" and (args.compare or args.tree or args.trace):
+        raise ValueError("--compare, --tree and --trace need a --draft")
+    if args.interactive and (args.compare or args.trace or args.prompt != OPTIONS["prompt"]["default"]):
+        raise ValueError("--interactive reads its prompts from standard input; leave out --prompt, --compare and --trace")
+    if args.system is not None and chat == "none":
+        raise ValueError("--system needs a chat template, and this is --chat none")
 
 
 def read_prompt(text: str) -> str:
@@ -177,19 +253,21 @@ def main() -> None:
     text, device = read_prompt(args.prompt), choose_device(args.device)
     model, tok = load_target(args.ckpt, device, args.dtype)
     draft = None if args.draft == "none" else load_draft(args.draft, model)
-    if draft is None and (args.compare or args.tree or args.trace):
-        raise ValueError("--compare, --tree and --trace need a --draft")
-    chat = choose_chat(args.chat, tok)
-    prompt = chat_prompt(tok, chat, [text])
+    chat = choose_chat(args.chat, tok, args.ckpt)
+    check(args, chat)
     tree = Tree.parse(args.tree or default_tree(draft, args.temperature)) if draft else None
-    trace = Trace(args.trace, tok, prompt, args) if args.trace else None
     used = f"draft {args.draft}, {tree.size} nodes, depth {tree.depth}" if draft else "no draft"
     say(f"{args.ckpt} | {device.type} {dtype_name(model)} | chat {chat} | temperature "
         f"{args.temperature} | {used}")
+    if args.interactive:
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        return converse(model, tok, draft, chat, args)
+    prompt = chat_prompt(tok, chat, [text], args.system)
+    trace = Trace(args.trace, tok, prompt, args) if args.trace else None
     if args.compare:                                        # both sides warm before either is timed
         short = argparse.Namespace(**vars(args) | {"max_new_tokens": min(8, args.max_new_tokens)})
         decode(model, prompt, draft, short, tok.eos_ids), decode(model, prompt, None, short, tok.eos_ids)
-    stream = TextStream(tok, prompt)
+    stream = TextStream(tok, prompt if chat == "none" else [])              # an answer begins without a space
     opening = text if chat == "none" else ""
     with trace or nullcontext():                            # what Ctrl-C leaves is written too
         result = decode(model, prompt, draft, args, tok.eos_ids, printer(stream, args.color, opening), trace)

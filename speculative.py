@@ -40,7 +40,8 @@ def warp(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: 
     k = min(top_k or probs.shape[-1], probs.shape[-1])
     if k == probs.shape[-1] and top_p >= 1:
         return probs
-    values, ids = probs.topk(k)                                                 # sorted, so that top-p cuts a tail
+    ids = logits.topk(k).indices                            # sorted, so that top-p cuts a tail; probs tie at 1e30
+    values = probs.gather(-1, ids)
     values = values / values.sum(-1, keepdim=True)
     before = values.cumsum(-1) - values
     before[..., 0] = -1.0                                                       # the best token is always kept

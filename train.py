@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import ASSETS, CHATS, choose_chat, choose_device, dtype_name, load_target, parse_options, run
+from chat import CHATS, choose_chat
+from common import ASSETS, choose_device, dtype_name, load_target, parse_options, run
 from data import HiddenCache, batch_order, collate, frequent_ids, load_samples
 from distill import distill
 from draft import Chimera, ChimeraConfig
@@ -297,7 +298,7 @@ def main() -> None:
     processes(args)
     model, tok = load_target(args.ckpt, torch.device(args.device_used), args.dtype)
     args.dtype_used = dtype_name(model)
-    chat = choose_chat(args.chat, tok)
+    chat = args.chat_used = choose_chat(args.chat, tok, args.ckpt)
     if args.distill and args.world > 1:
         raise ValueError("--distill runs in one process; start it without torchrun")
     if args.distill:

@@ -11,6 +11,7 @@ import torch
 from helpers import edit_config, near_copy, save_checkpoint, tiny_draft, tiny_llama
 
 import sample
+from chat import chat_prompt
 from common import run
 from model import Llama, Tokenizer
 from sample import GREEN, RESET
@@ -130,6 +131,16 @@ def test_a_character_that_stays_incomplete_is_still_printed(cli, toy_checkpoint)
 def test_an_empty_prompt_starts_from_bos(cli):
     done = cli("--prompt", "")
     assert done.code == 0 and "24 tokens" in done.err
+
+
+def test_the_template_is_printed_and_its_system_text_can_be_replaced(cli, toy_checkpoint):
+    folder = toy_checkpoint.rename(toy_checkpoint.parent / "llama-2-toy-chat")
+    tok = Tokenizer.from_pretrained(folder)
+    for options, system in (([], None), (["--system", "Be brief."], "Be brief.")):
+        done = cli("--ckpt", folder, "--prompt", "Hi", "--max_new_tokens", 8, *options)
+        ids = [i for new in generate(Llama.from_pretrained(folder), chat_prompt(tok, "llama2", ["Hi"], system),
+                                     max_new_tokens=8) for i in new]
+        assert "| chat llama2 |" in done.err and done.out == tok.decode(ids) + "\n"
 
 
 @pytest.mark.parametrize("draft", [False, True])
@@ -330,6 +341,7 @@ BAD_OPTIONS = {
     "negative length": (lambda d: ["--max_new_tokens", -1], "max_new_tokens must be 0 or more, not -1"),
     "seed": (lambda d: ["--seed", 2**64], "--seed must fit into 64 bits"),
     "unknown template": (lambda d: ["--chat", "alpaca"], "unknown chat template 'alpaca'; choose one of"),
+    "system without a template": (lambda d: ["--system", "Be brief."], "--system needs a chat template"),
     "unfitting template": (lambda d: ["--chat", "chatml"], "use --chat none"),
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import STORY
 
-from common import chat_segments
+from chat import chat_segments
 from data import batch_order, collate, frequent_ids, load_samples
 from model import Tokenizer
 

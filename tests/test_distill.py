@@ -10,7 +10,7 @@ import torch
 from helpers import STORY, random_ids, tiny_llama
 
 import train
-from common import chat_prompt
+from chat import chat_prompt
 from data import load_samples
 from distill import already_done, answer_batch, distill, load_prompts
 from speculative import generate

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common import chat_prompt
+from chat import chat_prompt
 from draft import Chimera, ChimeraConfig
 from model import Llama, Tokenizer
 from speculative import generate

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from common import TextStream, chat_prompt, chat_segments, choose_chat
+from chat import chat_prompt, chat_segments, choose_chat
+from common import TextStream
 from model import Tokenizer
 
 TEXTS = ["Once upon a time", "", " ", "  two spaces  before and after  ", "line\n\nline\ttab", "été, 日本語, русский",
