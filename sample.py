@@ -222,8 +222,9 @@ def parse_args() -> argparse.Namespace:
 def check(args, chat: str) -> None:
     if args.draft == "none" and (args.compare or args.tree or args.trace):
         raise ValueError("--compare, --tree and --trace need a --draft")
-    if args.interactive and (args.compare or args.trace or args.prompt != OPTIONS["prompt"]["default"]):
-        raise ValueError("--interactive reads its prompts from standard input; leave out --prompt, --compare and --trace")
+    alone = args.prompt == OPTIONS["prompt"]["default"] and not (args.compare or args.trace)
+    if args.interactive and not alone:
+        raise ValueError("--interactive reads its prompts from standard input; leave out --prompt, --compare, --trace")
     if args.system is not None and chat == "none":
         raise ValueError("--system needs a chat template, and this is --chat none")
 

@@ -151,7 +151,7 @@ def test_ctrl_c_twice_ends_the_program(talk):
 def test_options_that_do_not_go_together(cli, toy_checkpoint, options):  # noqa: F811
     draft = save_checkpoint(tiny_llama(vocab_size=400), toy_checkpoint.parent / "x")
     options = [str(draft) if word == "x" else word for word in options]
-    check_refused(cli("--interactive", *options), "leave out --prompt and --compare")
+    check_refused(cli("--interactive", *options), "leave out --prompt, --compare, --trace")
 
 
 # -- the process -------------------------------------------------------------------------------------------------------

@@ -616,7 +616,7 @@ def test_without_arguments_the_bundled_draft_is_trained_anew(tmp_path, capsys, m
     settings = json.loads(re.search(r"settings: (.*)", out)[1])
     assert settings["lr"] == train.BUNDLED["lr"] and settings["data"] == train.BUNDLED["data"]
     new, bundled = re.search(r"greedy: ([\d.]+); the bundled draft: ([\d.]+)", out).groups()
-    assert float(new) < 1.5 < 3 < float(bundled)
+    assert 1 <= float(new) < 1.5 < 2.5 < float(bundled)
     assert f"--ckpt {train.STORIES} --draft out" in out and (tmp_path / "out" / "model.safetensors").exists()
 
 
