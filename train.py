@@ -191,7 +191,7 @@ OPTIONS = {
 }
 
 
-BUNDLED = {"ckpt": str(STORIES), "data": [str(ASSETS / "written.jsonl.gz")], "steps": 150, "batch_size": 16,
+BUNDLED = {"ckpt": str(STORIES), "data": [str(ASSETS / "written.jsonl.gz")], "steps": 100, "batch_size": 16,
            "lr": 3e-3, "max_length": 256, "dtype": "bfloat16", "save_every": 50, "sampled_tree": "chain:2"}
 
 

@@ -81,9 +81,9 @@ def test_half_precision_texts_part_at_near_ties_only():
     """Bound: bfloat16 keeps 8 bits: a logit near 8 is a multiple of 1/32. Two passes may differ by a few of those."""
     for model, folder in half_precision_models():
         draft = Chimera.from_pretrained(folder, model) if folder else tiny_draft_of(model)
-        for seed in range(6):
+        for seed in range(3):
             prompt = random_ids(5, model.config.vocab_size, seed)
-            a, b = ([i for p in generate(model, prompt, d, max_new_tokens=60) for i in p] for d in (None, draft))
+            a, b = ([i for p in generate(model, prompt, d, max_new_tokens=40) for i in p] for d in (None, draft))
             at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
             if at is not None:
                 best = model(torch.tensor([prompt + a[:at]]))[0, -1].float().topk(2).values
