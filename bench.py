@@ -12,12 +12,14 @@ Speeds count from the first token on, all tokens over all seconds; the first pro
     t1_ms                     one plain step; of a round with the draft: t_verify_ms the target's pass over the tree,
                               t_draft_ms all drafting steps, t_other_ms accepting, committing and bookkeeping
     end_to_end_speedup        with the prefill; *_first_token_s: the prefill alone
+    compile_s                 with --compile: the seconds of the first, uncounted runs, nearly all of it compiling
     peak_memory_mb            most memory the process (on cuda: the GPU's allocator) held
     identical                 texts equal token for token (temperature 0; in half precision near-ties may part them)
 """
 import json
 import random
 import resource
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from chat import CHATS, chat_prompt, choose_chat
 from common import choose_device, dtype_name, load_target, parse_options, run
 from data import broken
 from sample import DRAFT, OPENINGS, STORIES, Result, decode, load_draft
-from speculative import default_tree
+from speculative import default_tree, fixed_rows
 from tree import Tree
 
 AUTO = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "2,2,2,1", "4,2,1", "6,4,1", "8,8,4,2", "12,12,6,2")
@@ -92,6 +94,16 @@ def figures(plain: list[Result], spec: list[Result]) -> dict:
             "tokens": sum(len(r.ids) - 1 for r in spec)}
 
 
+def warm_up(model, tok, draft, prompts, args) -> float:
+    """With --compile: one uncounted run for each size of the cache -> seconds that the steps took to compile."""
+    sizes = {fixed_rows(len(ids) + args.max_new_tokens + Tree.parse(args.tree).size + 1): ids for _, ids in prompts}
+    start = time.perf_counter()
+    for ids in sizes.values():
+        for side in (None, draft):
+            decode(model, ids, side, args, tok.eos_ids)
+    return round(time.perf_counter() - start, 1)
+
+
 def measure(model, tok, draft, prompts, args) -> dict[str, dict]:
     """-> figures by category and for "all"; what Ctrl-C leaves is reported."""
     sides = defaultdict(lambda: ([], []))
@@ -152,6 +164,7 @@ OPTIONS = {
     "seed": dict(type=int, default=0, help="of the random draws"),
     "device": dict(default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one"),
     "dtype": dict(default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: the faster one"),
+    "compile": dict(action="store_true", help="torch.compile both sides' steps (sample.py --compile)"),
     "threads": dict(type=int, help="of the CPU; not given: torch's own choice"),
     "json": dict(metavar="FILE", help="also write the figures there"),
 }
@@ -196,8 +209,9 @@ def main() -> None:
                "tree": args.tree, "chat": chat, "dtype": dtype_name(model), "nodes": Tree.parse(args.tree).size,
                "temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     print("  ".join(f"{key} {value}" for key, value in setting.items()))
+    waited = {"compile_s": warm_up(model, tok, draft, fitting, args)} if args.compile else {}
     table = measure(model, tok, draft, fitting, args)
-    table["all"] |= stage_times(model, tok, draft, fitting, args) | {"peak_memory_mb": peak_memory_mb(device)}
+    table["all"] |= waited | stage_times(model, tok, draft, fitting, args) | {"peak_memory_mb": peak_memory_mb(device)}
     show(table)
     if args.json:
         Path(args.json).write_text(json.dumps(setting | table["all"] | {"categories": table}, indent=2))

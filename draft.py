@@ -254,12 +254,27 @@ class ChimeraState:
         self.pending = draft.norm.weight.new_empty(0, draft.target.hidden_size) # committed h, not in the cache
         self.above = self.pending                                               # hhat of the depth above
         self.length = 0                                                         # n: committed, pending ones included
+        self.at: torch.Tensor | None = None                                     # n as a tensor while shapes are fixed
+        self.drafted = 0                                                        # then: rows behind n that hold hhat
 
     def observe(self, tokens: list[int], hidden: torch.Tensor) -> None:
         """hidden [R, D]: the target's states of the newly committed positions (their tokens are not needed here)."""
         self.cache.length = self.length - len(self.pending)
         self.pending, self.newest = torch.cat((self.pending, hidden)), hidden[-1:]
         self.length += len(hidden)
+
+    def fix(self) -> None:
+        """From here to release() no shape and no Python number of a step depends on n: for compiled steps. The pending
+        states go into the cache now, as their number differs from round to round."""
+        n, R = self.length, len(self.pending)
+        if R:
+            _, k, v = self.draft.block.project(self.pending[None], *self.draft.frozen["model"].rope(slice(n - R, n)))
+            self.cache.write(0, k, v)
+        self.cache.length, self.pending, self.drafted = n, self.pending[:0], 0
+        self.at = torch.tensor(n, device=self.pending.device)
+
+    def release(self) -> None:
+        self.at = self.cache.where = None
 
     def step(self, depth: int, trigrams: torch.Tensor, offsets: torch.Tensor, mask) -> torch.Tensor:
         """Drafts the M nodes of one depth: trigrams [M, 3], offsets [R + M] (positions behind n) -> logits [M, W].
@@ -269,11 +284,16 @@ class ChimeraState:
         known = self.pending if depth == 0 else self.above
         draft, n, R = self.draft, self.length, len(known)
         z = draft.lookup(trigrams)                                                                  # [M, D]
-        chain = slice(n + depth - R, n + depth + 1)         # a slice costs less than a gather
-        rope = draft.frozen["model"].rope(chain if depth == 0 or R == len(z) == 1 else n + offsets)
-        q, k, v = draft.block.project(torch.cat((known, z))[None], *rope)
+        if self.at is not None:
+            positions = self.at + offsets
+            self.cache.where = self.at + torch.arange(self.drafted, self.drafted + R + len(z), device=offsets.device)
+            self.drafted += R
+        else:                                               # a slice costs less than a gather
+            positions = slice(n + depth - R, n + depth + 1) if depth == 0 or R == len(z) == 1 else n + offsets
+        q, k, v = draft.block.project(torch.cat((known, z))[None], *draft.frozen["model"].rope(positions))
         k, v = self.cache.write(0, k, v)                                                            # [1, G, S, E]
-        self.cache.length += R
+        if self.at is None:
+            self.cache.length += R
         self.pending = self.pending[:0]
         self.above = hhat = draft.norm(draft.block.finish(z[None], attend(q[:, :, R:], k, v, mask)))[0]
         return draft.head_logits(depth, draft.head_input(depth, self.newest.expand_as(hhat), hhat))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from draft import Chimera
 from model import Llama
 
-CHUNK = 1024            # labelled positions whose logits exist at the same time
+CHUNK = 256             # labelled positions whose logits exist at the same time: few enough for a processor's cache
 
 
 @dataclass
@@ -73,18 +73,18 @@ def batch_loss(draft: Chimera, model: Llama, tokens: torch.Tensor, labelled: tor
             has, at = drafted_from(k, b, j)
             has = slice(None) if has.all() else has         # a view instead of a copy
             with torch.set_grad_enabled(scale is not None):
-                logits = draft.head_logits(k - 1, leaf[at[1], at[2]]).float()                   # [C, W]
-                loss = position_loss(logits, wanted[has]).sum() + weights.kl * neg_entropy[has].sum()
-                if weights.state:
-                    state = hidden[b[has], j[has]].float()
-                    apart = F.smooth_l1_loss(leaf[at[1], at[2]].float(), state, reduction="none").mean(-1)
-                    loss = loss + weights.state * apart.sum()
-                loss = loss * weights.decay ** (k - 1)
+                state = leaf[at[1], at[2]]
+                logits = draft.head_logits(k - 1, state)                                        # [C, W]
+                apart = state_loss(state, hidden[b[has], j[has]]) if weights.state else logits.new_zeros(())
+            loss, slope = position_loss(logits.detach().float(), wanted[has])
+            step = weights.decay ** (k - 1)
+            total[k - 1] += step * (loss.sum() + weights.kl * neg_entropy[has].sum() + weights.state * apart.detach())
             if scale is not None:
-                (scale * loss).backward()
+                logits.backward(slope.mul_(scale * step).to(logits.dtype), retain_graph=bool(weights.state))
+                if weights.state:
+                    (scale * step * weights.state * apart).backward()
             top = logits.detach().topk(min(5, logits.shape[-1])).indices == best[has, None]     # [C, 5]
             seen[at], top1[at], top5[at] = True, top[:, 0], top.any(-1)
-            total[k - 1] += loss.detach()
     if scale is not None and labelled.any():
         torch.autograd.backward(states, [torch.zeros_like(s) if s.grad is None else s.grad for s in leaves])
     meter.add(total, seen, top1, top5)
@@ -120,17 +120,31 @@ def target_distribution(draft: Chimera, model: Llama, hidden: torch.Tensor, labe
         highest, logits, label = logits.amax(-1), logits[:, ids], place[label]  # amax is much faster than argmax
         value, best = logits.max(-1)
         best = best.masked_fill(value < highest, -1)
-    logp = logits.log_softmax(-1, dtype=torch.float32)
-    p = logp.exp()
-    neg_entropy = torch.linalg.vecdot(p, logp)
+    p = logits.softmax(-1, dtype=torch.float32)
+    neg_entropy = torch.linalg.vecdot(p, logits.float()) - log_total(logits.float(), p)
     known = (label >= 0).float().unsqueeze(-1)
     return p.mul_(kl).scatter_add_(-1, label.clamp(min=0).unsqueeze(-1), known), neg_entropy, best
 
 
-def position_loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """logits of q [C, W] and kl * p + one-hot [C, W] -> [C]: minus the sum over W of wanted * log q.
+def log_total(logits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """logits [C, W] and their softmax [C, W] -> logsumexp of the logits [C], without a pass of exponentials."""
+    return logits.amax(-1) - probs.amax(-1).log()
 
-    That is cross-entropy + kl * KL(p || q), less kl * sum p log p, which does not depend on the draft.
+
+@torch.no_grad()
+def position_loss(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits of q [C, W] and kl * p + one-hot [C, W] -> minus the sum over W of wanted * log q [C], and its gradient by
+    the logits [C, W]: q * (the sum of wanted) - wanted.
+
+    That is cross-entropy + kl * KL(p || q), less kl * sum p log p, which does not depend on the draft. The gradient is
+    written by hand because a vocabulary is wide: fewer passes over [C, W] are most of the training speed.
     """
     # exercise 8
-    return -torch.linalg.vecdot(wanted, logits.log_softmax(-1))
+    q, mass = logits.softmax(-1), wanted.sum(-1)
+    loss = mass * log_total(logits, q) - torch.linalg.vecdot(wanted, logits)
+    return loss, q.mul_(mass.unsqueeze(-1)).sub_(wanted)
+
+
+def state_loss(state: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Summed smooth-L1, [C, D] each, averaged over D: R_k [h; hhat] against the target's own state."""
+    return F.smooth_l1_loss(state.float(), target.float(), reduction="none").mean(-1).sum()

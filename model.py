@@ -99,25 +99,33 @@ class KVCache:
 
     Contract: the rows 0..length-1 are valid. `write` puts T new rows behind them and returns all S = length + T;
     nothing counts until `length` is moved. `keep(start, rows)` moves rows to start, start+1, ... and cuts behind them.
+
+    With `where` [T] set, `write` puts the new rows there instead and returns the whole cache, S = rows, for a mask to
+    hide what is not valid: then no shape depends on the length, and a compiled step serves every position.
     """
 
     def __init__(self, layers: int, config: LlamaConfig, rows: int, like: torch.Tensor, batch: int = 1):
-        shape = (layers, 2, batch, config.num_key_value_heads, rows, config.head_dim)
-        self.kv = torch.empty(shape, dtype=like.dtype, device=like.device)      # [layers, 2, B, G, rows, E]
-        self.length = 0
+        shape = (2, batch, config.num_key_value_heads, rows, config.head_dim)
+        self.kv = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]     # zeros: a row
+        self.length = 0                                     # that a mask hides must still not hold a NaN
+        self.where: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.kv[0].shape[3]
 
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` positions in all, keeping what is there."""
-        if rows > self.kv.shape[4]:
-            grown = self.kv.new_empty(*self.kv.shape[:4], rows, self.kv.shape[5])
-            grown[:, :, :, :, :self.length] = self.kv[:, :, :, :, :self.length]
-            self.kv = grown
+        if rows > self.rows:
+            self.kv = [F.pad(kv, (0, 0, 0, rows - self.rows)) for kv in self.kv]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v [B, G, T, E] -> all keys and values up to and with them, [B, G, S, E] each; length stays.
 
         They are views of self.kv[layer], [2, B, G, rows, E], keys before values: nothing but the T new rows is copied.
         """
+        if self.where is not None:
+            return tuple(self.kv[layer].index_copy_(3, self.where, torch.stack((k, v))))
         # exercise 4
         end = self.length + k.shape[2]
         keys, values = self.kv[layer]
@@ -133,8 +141,9 @@ class KVCache:
         # exercise 4
         self.length = start + len(rows)
         if rows != list(range(start, self.length)):         # already in place: nothing to move
-            index = torch.tensor(rows, device=self.kv.device)
-            self.kv[:, :, :, :, start:self.length] = self.kv.index_select(4, index)
+            index = torch.tensor(rows, device=self.kv[0].device)
+            for kv in self.kv:
+                kv[:, :, :, start:self.length] = kv.index_select(3, index)
 
 
 def rope_table(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +277,7 @@ class Llama(nn.Module):
         With a cache the T tokens follow its rows and are added to it. positions [T] or [B, T] default to the rows'
         numbers; mask [T, S] or [B, 1, T, S], additive, defaults to causal.
         """
-        T, past = tokens.shape[1], 0 if cache is None else cache.length
+        T, past = tokens.shape[1], 0 if cache is None or cache.where is not None else cache.length
         cos, sin = self.rope(slice(past, past + T) if positions is None else positions)
         if mask is None and past and T > 1:     # is_causal would align top-left and hide the past
             mask = additive_mask(torch.ones(T, past + T, dtype=torch.bool, device=tokens.device).tril(past), cos.dtype)
@@ -278,9 +287,14 @@ class Llama(nn.Module):
             if cache is not None:
                 k, v = cache.write(i, k, v)                                     # [B, G, S, E]
             x = block.finish(x, attend(q, k, v, mask, causal=mask is None and T > 1))
-        if cache is not None:
+        if cache is not None and cache.where is None:
             cache.length += T
         return self.norm(x)
+
+    def score(self, tokens: torch.Tensor, cache: KVCache, positions: torch.Tensor, mask: torch.Tensor | None):
+        """One step of decoding: hidden_states of one text and their logits, [T, D] and [T, V]."""
+        hidden = self.hidden_states(tokens, cache, positions, mask)[0]
+        return hidden, self.lm_head(hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [B, T] int64 -> logits [B, T, V]."""

@@ -67,7 +67,8 @@ def decode(model, prompt, draft, args, eos_ids, show=lambda ids: None, on_round=
     """One generation, timed; show(ids) is called with each pass as it is committed, then stopped() may end it."""
     result = Result(started=time.perf_counter())
     passes = generate(model, prompt, draft, args.tree if draft else None, args.max_new_tokens, args.temperature,
-                      args.top_k, args.top_p, eos_ids, torch.Generator().manual_seed(args.seed), cache, on_round)
+                      args.top_k, args.top_p, eos_ids, torch.Generator().manual_seed(args.seed), cache, on_round,
+                      args.compile)
     for ids in passes:
         result.ended = time.perf_counter()
         result.first = result.first or result.ended
@@ -199,6 +200,8 @@ OPTIONS = {
     "device": dict(default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one"),
     "dtype": dict(default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                   help="auto: bfloat16 on cuda, on a CPU the faster of float32 and bfloat16"),
+    "compile": dict(action="store_true", help="torch.compile the steps, with and without the draft: faster, "
+                    "after a wait of half a minute"),
     "tree": dict(help="candidates per round: chain:K, nodes per depth as 4,8,8, or index paths as JSON; "
                  "not given: the draft's own"),
     "interactive": dict(action="store_true", help="a conversation: turns are read from standard input, a line each; "
@@ -266,7 +269,8 @@ def main() -> None:
     prompt = chat_prompt(tok, chat, [text], args.system)
     trace = Trace(args.trace, tok, prompt, args) if args.trace else None
     if args.compare:                                        # both sides warm before either is timed
-        short = argparse.Namespace(**vars(args) | {"max_new_tokens": min(8, args.max_new_tokens)})
+        few = args.max_new_tokens if args.compile else min(8, args.max_new_tokens)      # compiled for one cache size
+        short = argparse.Namespace(**vars(args) | {"max_new_tokens": few})
         decode(model, prompt, draft, short, tok.eos_ids), decode(model, prompt, None, short, tok.eos_ids)
     stream = TextStream(tok, prompt if chat == "none" else [])              # an answer begins without a space
     opening = text if chat == "none" else ""

@@ -10,6 +10,8 @@ p is always the target's distribution and q the draft's. V vocabulary, N drafted
 positions, M nodes of one depth.
 """
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -234,6 +236,7 @@ class Cache:
         for state in (self.kv, self.drafter and self.drafter.cache):
             if state is not None:
                 state.reserve(rows)
+                state.where = None                          # what an interrupt may have left
 
 
 @dataclass
@@ -260,15 +263,46 @@ def best_of(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return logits.max(-1, keepdim=True) if count == 1 else logits.topk(min(count, logits.shape[-1]))
 
 
+@memoize
+def compiled(step: Callable) -> Callable:
+    """torch.compile of one step: as CUDA graphs on a GPU, on a CPU without Python between the kernels."""
+    torch._dynamo.config.cache_size_limit = 256             # one graph for each tree, depth and cache size
+    if torch.cuda.is_available():
+        return torch.compile(step, dynamic=False, mode="reduce-overhead")
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise ValueError("compiled steps need a C++ compiler; install g++, or leave out --compile")
+    return torch.compile(step, dynamic=False, options={"cpp_wrapper": True})
+
+
+def fixed_rows(rows: int) -> int:
+    """The size of a cache for compiled steps: few sizes, so that few calls compile anew."""
+    return 2 ** math.ceil(math.log2(max(rows, 256)))
+
+
 def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, randomness: Randomness):
     """Step 1: -> token ids of all nodes [N + 1] (-1: q had no token left), and (ids, q) by node.
 
     A node's children are drawn from q = q_of(top logits); q_of None: they are the top of the logits, nothing is drawn.
     """
-    tokens, drawn = torch.full((plan.tree.size + 1,), context[-1], device=plan.depths.device), {}
-    grams = torch.tensor([[-1, -1, *context][-3:]], device=tokens.device)       # [M, 3], -1 before the beginning
-    for depth, (level, mask) in enumerate(plan.levels):
-        logits = drafter.step(depth, grams, level.offsets, mask(drafter.length))        # [M, W]
+    grams = torch.tensor([[-1, -1, *context][-3:]], device=plan.depths.device)  # [M, 3], -1 before the beginning
+    levels = [(level, mask(drafter.length)) for level, mask in plan.levels]
+    if not plan.fixed or not levels:
+        return grow(drafter, plan.tree.size, levels, grams, q_of, randomness)
+    drafter.fix()
+    if q_of is None:                                        # all depths are one compiled graph
+        found = compiled(grow)(drafter, plan.tree.size, levels, grams, None, None)
+    else:                                                   # chance comes in between: one graph a depth
+        found = grow(drafter, plan.tree.size, levels, grams, q_of, randomness,
+                     partial(compiled(ChimeraState.step), drafter))
+    drafter.release()
+    return found
+
+
+def grow(drafter, size: int, levels: list, grams: torch.Tensor, q_of: Callable | None, randomness, step=None):
+    """draft_tree's loop over the depths: levels holds each Level with its mask for this n, grams [1, 3] the root's."""
+    tokens, drawn = grams[0, 2].repeat(size + 1), {}
+    for depth, (level, mask) in enumerate(levels):
+        logits = (step or drafter.step)(depth, grams, level.offsets, mask)              # [M, W]
         top, ids = best_of(logits, level.fan if q_of is None else DRAFT_TOP)    # [M, top]
         chosen = ids = ids if drafter.vocab_ids is None else drafter.vocab_ids[ids]
         if q_of is not None:
@@ -291,11 +325,13 @@ def verify(model: Llama, cache: KVCache, plan: Plan, tokens: torch.Tensor) -> tu
     and sees what plan.mask(n) allows. The cache counts n rows before and after, though hidden_states moves its length:
     commit alone decides which of the new ones stay.
     """
+    score = compiled(Llama.score) if plan.fixed else Llama.score
+    cache.where = cache.length + plan.order if plan.fixed else None             # the rows that the new ones get
     # exercise 5
     n = cache.length
-    hidden = model.hidden_states(tokens.clamp(min=0)[None], cache, n + plan.depths, plan.mask(n))[0]
-    cache.length = n                            # so what an interrupt leaves here does not count
-    return hidden, model.lm_head(hidden)
+    hidden, logits = score(model, tokens.clamp(min=0)[None], cache, n + plan.depths, plan.mask(n))
+    cache.length, cache.where = n, None         # so what an interrupt leaves here does not count
+    return hidden, logits
 
 
 def judge(children, tokens: list[int], logits: torch.Tensor, drawn: dict, p_of: Callable | None, randomness):
@@ -333,9 +369,10 @@ def until_eos(ids: list[int], eos) -> list[int]:
     return ids[:next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))]
 
 
-def commit(cache: Cache, tokens: list[int], hidden: torch.Tensor, path: list[int], bonus: int, eos) -> list[int]:
-    """Step 4: keep the rows of root and path, drop the rest -> the new tokens, cut behind the first eos."""
-    new = until_eos([tokens[node] for node in path] + [bonus], eos)
+def commit(cache: Cache, tokens: list[int], hidden: torch.Tensor, path: list[int], bonus: int, eos,
+           left: int) -> list[int]:
+    """Step 4: keep the rows of root and path, drop the rest -> the new tokens, cut behind the first eos or at left."""
+    new = until_eos([tokens[node] for node in path] + [bonus], eos)[:left]
     kept, n = [0, *path][:len(new)], len(cache.tokens) - 1
     cache.kv.keep(n, [n + node for node in kept])
     if cache.drafter is not None:
@@ -382,7 +419,7 @@ def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eo
         if cache.calls != call:
             raise ValueError("another call has gone on with this cache since; finish one before the next")
         flips, plan = len(randomness.log), plan_for(left, len(cache.tokens))
-        watch = Watch(on_round and cache.kv.kv.device)
+        watch = Watch(on_round and plan.depths.device)
         ids, drawn = draft_tree(cache.drafter, plan, cache.tokens[-3:], p_of, randomness)                   # 1. draft
         watch.lap()
         hidden, logits = verify(model, cache.kv, plan, ids)                                                 # 2. verify
@@ -390,7 +427,7 @@ def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eo
         tokens = ids.tolist()
         path, bonus, p, q = judge(plan.tree.children, tokens, logits, drawn, p_of, randomness)              # 3. accept
         watch.lap()
-        new = commit(cache, tokens, hidden, path, bonus, eos)                                               # 4. commit
+        new = commit(cache, tokens, hidden, path, bonus, eos, left)                                         # 4. commit
         watch.lap()
         left -= len(new)
         if on_round is not None:
@@ -408,17 +445,19 @@ def default_tree(draft, temperature: float) -> str:
 def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = None, tree=None,
              max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
              eos_ids: Iterable[int] = (), generator: torch.Generator | Randomness | None = None,
-             cache: Cache | None = None, on_round: Callable[[Round], None] | None = None) -> Iterator[list[int]]:
+             cache: Cache | None = None, on_round: Callable[[Round], None] | None = None,
+             compile: bool = False) -> Iterator[list[int]]:
     """Yields, per target pass, the token ids that it committed; the first list is the prefill's one token.
 
     The continuation ends right after the first eos id, never exceeds max_new_tokens, and with the prompt never
     max_position_embeddings. tree: anything that Tree.parse reads; None is the draft's default for this temperature.
-    cache: a Cache() passed again continues its text; prompt then holds only the new tokens. Raises ValueError, at the
-    call, for arguments that do not fit; the first step of the iteration raises it for logits that are not finite.
+    cache: a Cache() passed again continues its text; prompt then holds only the new tokens. compile: torch.compile of
+    the target's and the draft's steps, with fixed shapes: the first rounds take long. Raises ValueError, at the call,
+    for arguments that do not fit; the first step of the iteration raises it for logits that are not finite.
     """
     prompt, cache, limit = list(prompt), Cache() if cache is None else cache, model.config.max_position_embeddings
     check_settings(max_new_tokens, temperature, top_k, top_p)
-    check_draft(model, draft, tree, cache)
+    check_draft(model, draft, tree, cache, compile)
     total = check_prompt(model, prompt, cache)
     tree = Tree([]) if draft is None else Tree.parse(default_tree(draft, temperature) if tree is None else tree)
     check_tree(draft, tree)
@@ -428,13 +467,15 @@ def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = No
         return iter(())
     max_new_tokens = min(max_new_tokens, limit - total)
     rows = total + max_new_tokens + tree.size + 1
-    cache.prepare(model, draft, rows)
-    plans = memoize(lambda depth: Plan(tree.cut(depth), rows, model.embed.weight))
+    cache.prepare(model, draft, fixed_rows(rows) if compile else rows)
+    plans = memoize(lambda depth: Plan(tree.cut(depth), cache.kv.rows, model.embed.weight,
+                                       fixed=compile and depth == tree.depth))
     reach = draft.config.max_position_embeddings if isinstance(draft, Llama) else limit
 
     def plan_for(left: int, used: int) -> Plan:
-        """The tree cut so that accepted tokens and the target's own never exceed `left`, nor the draft its context."""
-        return plans(max(0, min(tree.depth, left - 1, reach - used)))
+        """The tree cut so that accepted tokens and the target's own never exceed `left`, nor the draft its context.
+        Compiled steps keep the whole tree as long as it fits the context: another tree would have to be compiled."""
+        return plans(max(0, min(tree.depth, tree.depth if compile else left - 1, reach - used)))
 
     p_of = None if is_greedy(temperature) else partial(warp, temperature=temperature, top_k=top_k, top_p=top_p)
     randomness = generator if isinstance(generator, Randomness) else Generator(generator)
@@ -455,12 +496,14 @@ def check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: f
         raise ValueError(f"top_p must lie between 0 and 1, not {top_p}")
 
 
-def check_draft(model: Llama, draft, tree, cache: Cache) -> None:
+def check_draft(model: Llama, draft, tree, cache: Cache, compile: bool) -> None:
     if draft is None and tree is not None:
         raise ValueError("a tree was given, but no draft to fill it")
     if isinstance(draft, Llama) and draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}; "
                          "a draft must share the target's vocabulary")
+    if compile and isinstance(draft, Llama):
+        raise ValueError("compiled steps are made for Chimera drafts; leave out --compile with a LLaMA as the draft")
     if isinstance(draft, Chimera) and draft.frozen["model"] is not model:
         raise ValueError("the draft was built for another model object; build it with this one")
     if cache.owner is not None and (cache.owner[0] is not model or cache.owner[1] is not draft):

@@ -243,8 +243,10 @@ def new_draft(args, model: Llama, samples: list, cls: type[Chimera] = Chimera) -
 
 @torch.no_grad()
 def start_from(draft: Chimera, earlier: Chimera) -> None:
-    """Takes over every weight of the same name and shape: the vocabulary, and with it full heads, may differ."""
-    theirs = dict(earlier.named_parameters())
+    """Takes over every weight of the same name and shape: the vocabulary, and with it full heads, may differ. Steps
+    that the earlier draft lacks begin as its last."""
+    theirs, last = dict(earlier.named_parameters()), f"heads.{earlier.config.depth - 1}.weight"
+    theirs = {name: theirs[last] for name, _ in draft.named_parameters() if name.startswith("heads.")} | theirs
     for name, parameter in draft.named_parameters():
         if name in theirs and theirs[name].shape == parameter.shape:
             parameter.copy_(theirs[name])

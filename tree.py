@@ -117,10 +117,14 @@ class Tree:
 
 
 class Plan:
-    """A tree's tensors for one call: on the model's device, its masks widened for any number n of cached positions."""
+    """A tree's tensors for one call: on the model's device, its masks widened for any number n of cached positions.
 
-    def __init__(self, tree: Tree, rows: int, like: torch.Tensor):
-        self.tree, self.rows, self.like = tree, rows, like
+    fixed: every mask is as wide as a cache of `rows` positions, whatever n: for compiled steps.
+    """
+
+    def __init__(self, tree: Tree, rows: int, like: torch.Tensor, fixed: bool = False):
+        self.tree, self.rows, self.like, self.fixed = tree, rows, like, fixed
+        self.order = torch.arange(tree.size + 1, device=like.device)
         self.depths, self.mask, self.levels = tree.depths.to(like.device), self._widen(tree.mask), []
         for level in tree.levels:
             tensors = {k: v.to(like.device) for k, v in vars(level).items() if isinstance(v, torch.Tensor)}
@@ -132,6 +136,11 @@ class Plan:
         All may see the n cached positions in front; n never exceeds self.rows, for which the mask is built here. dtype
         and device are those of self.like. Where everything is allowed the function gives None.
         """
+        if self.fixed:
+            shape = (len(allowed), self.rows)
+            seen = torch.cat((torch.ones(shape, dtype=torch.bool), allowed, torch.zeros(shape, dtype=torch.bool)), 1)
+            table = additive_mask(seen, self.like.dtype).to(self.like.device)
+            return lambda n: table[:, self.rows - n:2 * self.rows - n]
         # exercise 5
         if allowed.all():
             return lambda n: None

@@ -98,8 +98,11 @@ def _():
     logq = logits.log_softmax(-1)
     for kl in (0.0, 1.0, 0.7):
         wanted = torch.stack([-logq[c, y] - kl * (p[c] * logq[c]).sum() for c, y in enumerate(label.tolist())])
-        found = position_loss(logits, kl * p + F.one_hot(label, 7).float())
+        goal, leaf = kl * p + F.one_hot(label, 7).float(), logits.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad((goal * -leaf.log_softmax(-1)).sum(), leaf)
+        found, found_slope = position_loss(logits, goal.clone())
         same(found, wanted, f"kl {kl}, labels {label.tolist()}")
+        same(found_slope, slope, f"gradient by the logits, kl {kl}, labels {label.tolist()}")
 
 
 @rule(8, 2, "batch_loss: loss and gradients equal the definition, one position after the other")

@@ -61,7 +61,7 @@ def marked_cache():
     """Six rows, each filled with its number, + 10 in layer 1, + 100 in values."""
     cache = tiny_llama().new_cache(8)
     for layer, part in itertools.product((0, 1), (0, 1)):
-        cache.kv[layer, part, :, :, :6] = torch.arange(6.0)[:, None] + 10 * layer + 100 * part
+        cache.kv[layer][part, :, :, :6] = torch.arange(6.0)[:, None] + 10 * layer + 100 * part
     cache.length = 6
     return cache
 
@@ -76,8 +76,8 @@ def _():
         same(list(found.shape), [1, 2, 6, 8], f"{what} after write(layer 1) of 2 rows behind 4: shape")
         same(found[0, 1, :, 3], wanted, f"{what} after write(layer 1) of 2 rows behind 4: numbers of the rows")
     same(cache.length, 4, "length after write")
-    same(keys.data_ptr(), cache.kv[1, 0].data_ptr(), "views of the cache, no copy: address")
-    same(cache.kv[0, 0, 0, 0, :6, 0], torch.arange(6.0), "keys of the other layer")
+    same(keys.data_ptr(), cache.kv[1][0].data_ptr(), "views of the cache, no copy: address")
+    same(cache.kv[0][0, 0, 0, :6, 0], torch.arange(6.0), "keys of the other layer")
 
 
 @rule(4, 4, "keep: rows 0..start-1, then the given rows in their order, in all layers")
@@ -87,7 +87,7 @@ def _():
         cache.keep(start, rows)
         same(cache.length, start + len(rows), f"keep({start}, {rows}): length")
         for layer, part in itertools.product((0, 1), (0, 1)):
-            found = cache.kv[layer, part, 0, 1, :start + len(rows), 0] - 10 * layer - 100 * part
+            found = cache.kv[layer][part, 0, 1, :start + len(rows), 0] - 10 * layer - 100 * part
             same([int(x) for x in found], [*range(start), *rows],
                  f"keep({start}, {rows}), layer {layer}, {('keys', 'values')[part]}: rows")
 

@@ -82,7 +82,7 @@ def test_golden_files_are_written_as_they_were_read(golden, tmp_path):
 def test_cached_decoding_equals_the_full_pass(groups, chunks):
     model, tokens = tiny_llama(num_key_value_heads=groups), ids(12)
     cache = model.new_cache(12)
-    assert cache.kv.shape == (2, 2, 1, groups, 12, 8)       # sized by key/value heads, not by query heads
+    assert [kv.shape for kv in cache.kv] == 2 * [(2, 1, groups, 12, 8)]        # not by query heads
     parts = [model.hidden_states(part, cache) for part in tokens.split(chunks, 1)]
     torch.testing.assert_close(torch.cat(parts, 1), model.hidden_states(tokens), atol=1e-5, rtol=0)
     assert cache.length == 12
@@ -165,7 +165,7 @@ def test_keep_leaves_the_start_and_the_given_rows_in_their_order(start, rows):
     assert cache.length == start + len(rows)
     for layer in (0, 1):
         for part in (0, 1):
-            kept = cache.kv[layer, part, 0, :, :cache.length, 0] - 10 * layer - 100 * part
+            kept = cache.kv[layer][part, 0, :, :cache.length, 0] - 10 * layer - 100 * part
             assert kept.tolist() == [[*range(start), *rows]] * 2
 
 
@@ -186,11 +186,11 @@ def test_reserve_grows_and_keeps_and_never_shrinks():
     model, tokens = tiny_llama(), ids(9)
     cache = model.new_cache(5)
     model.hidden_states(tokens[:, :5], cache)
-    before = cache.kv.clone()
+    before = [kv.clone() for kv in cache.kv]
     cache.reserve(3)
-    assert cache.kv.shape == before.shape
+    assert cache.rows == before[0].shape[3]
     cache.reserve(9)
-    assert cache.kv.shape[4] == 9 and torch.equal(cache.kv[:, :, :, :, :5], before)
+    assert cache.rows == 9 and all(torch.equal(kv[:, :, :, :5], old) for kv, old in zip(cache.kv, before))
     rest = model.hidden_states(tokens[:, 5:], cache)
     torch.testing.assert_close(rest, model.hidden_states(tokens)[:, 5:], atol=1e-5, rtol=0)
 
