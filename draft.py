@@ -264,16 +264,18 @@ class ChimeraState:
         self.length += len(hidden)
 
     def fix(self) -> None:
-        """From here to release() no shape and no Python number of a step depends on n: for compiled steps. The pending
-        states go into the cache now, as their number differs from round to round."""
-        n, R = self.length, len(self.pending)
-        if R:
+        """From here to release() no shape and no Python number of a step depends on n or on how many states are
+        pending: for compiled steps. The last pending state is repeated up to K + 1 rows, and each writes its own row."""
+        n, R, most = self.length, len(self.pending), self.draft.config.depth + 1
+        if R > most:                                        # the prompt's states
             _, k, v = self.draft.block.project(self.pending[None], *self.draft.frozen["model"].rope(slice(n - R, n)))
             self.cache.write(0, k, v)
-        self.cache.length, self.pending, self.drafted = n, self.pending[:0], 0
-        self.at = torch.tensor(n, device=self.pending.device)
+        place = torch.arange(most, device=self.pending.device).clamp(max=min(R, most) - 1)
+        self.fixed = self.pending[-most:][place], place + (n - min(R, most))
+        self.at, self.drafted = torch.tensor(n, device=place.device), 0
 
     def release(self) -> None:
+        self.cache.length, self.pending = self.length, self.pending[:0]
         self.at = self.cache.where = None
 
     def step(self, depth: int, trigrams: torch.Tensor, offsets: torch.Tensor, mask) -> torch.Tensor:
@@ -281,19 +283,28 @@ class ChimeraState:
 
         One pass projects the R rows that became known (pending h at depth 0, then hhat of the depth above) and M new z.
         """
-        known = self.pending if depth == 0 else self.above
-        draft, n, R = self.draft, self.length, len(known)
+        known, draft, n = self.pending if depth == 0 else self.above, self.draft, self.length
         z = draft.lookup(trigrams)                                                                  # [M, D]
-        if self.at is not None:
-            positions = self.at + offsets
-            self.cache.where = self.at + torch.arange(self.drafted, self.drafted + R + len(z), device=offsets.device)
-            self.drafted += R
-        else:                                               # a slice costs less than a gather
-            positions = slice(n + depth - R, n + depth + 1) if depth == 0 or R == len(z) == 1 else n + offsets
+        if self.at is None:                                 # a slice costs less than a gather
+            chain = depth == 0 or len(known) == len(z) == 1
+            positions = slice(n + depth - len(known), n + depth + 1) if chain else n + offsets
+        else:
+            known, positions = self._fixed_rows(depth, offsets, len(z))
+        R = len(known)
         q, k, v = draft.block.project(torch.cat((known, z))[None], *draft.frozen["model"].rope(positions))
         k, v = self.cache.write(0, k, v)                                                            # [1, G, S, E]
         if self.at is None:
-            self.cache.length += R
-        self.pending = self.pending[:0]
+            self.cache.length, self.pending = self.cache.length + R, self.pending[:0]
         self.above = hhat = draft.norm(draft.block.finish(z[None], attend(q[:, :, R:], k, v, mask)))[0]
         return draft.head_logits(depth, draft.head_input(depth, self.newest.expand_as(hhat), hhat))
+
+    def _fixed_rows(self, depth: int, offsets: torch.Tensor, M: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Between fix() and release(): -> the states that became known [R, D] and the positions of them and the M new z,
+        [R + M]; says to the cache where the rows go."""
+        if depth == 0:
+            known, before = self.fixed
+            self.cache.where = torch.cat((before, self.at + torch.arange(M, device=offsets.device)))
+            return known, torch.cat((before, self.at + offsets))
+        start, self.drafted = self.drafted, self.drafted + len(self.above)
+        self.cache.where = self.at + torch.arange(start, self.drafted + M, device=offsets.device)
+        return self.above, self.at + offsets

@@ -94,15 +94,19 @@ def train(model: Llama, tokens: torch.Tensor, args) -> None:
     model.requires_grad_(False)
 
 
-def shard(folder: Path) -> None:
-    """model.safetensors -> two shards with an index: files of less than 16 MiB, in the published checkpoints' form."""
+def shard(folder: Path, most: int = 15 * 2**20) -> None:
+    """model.safetensors -> shards of less than `most` bytes with an index: the published checkpoints' form."""
     tensors = load_file(folder / "model.safetensors")
-    names = sorted(tensors)
-    halves = names[:len(names) // 2], names[len(names) // 2:]
-    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    for file, half in zip(files, halves):
-        save_file({name: tensors[name] for name in half}, folder / file, metadata={"format": "pt"})
-    index = {"weight_map": {name: file for file, half in zip(files, halves) for name in half}}
+    parts, size = [[]], 0
+    for name in sorted(tensors):
+        size += tensors[name].nbytes
+        if size > most:
+            parts, size = [*parts, []], tensors[name].nbytes
+        parts[-1].append(name)
+    files = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    for file, names in zip(files, parts):
+        save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, names in zip(files, parts) for name in names}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     (folder / "model.safetensors").unlink()
 
