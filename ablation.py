@@ -18,7 +18,7 @@ import train
 from chat import chat_prompt, choose_chat
 from common import load_target, run
 from draft import Chimera, ChimeraState
-from sample import OPENINGS, STORIES
+from sample import OPENINGS, STORIES, settings
 
 
 class WithoutTrigram(Chimera):
@@ -110,11 +110,10 @@ def one_arm(name: str, model, tok, chat: str, base: argparse.Namespace, options)
 def decode_arm(name: str, model, tok, chat: str, options) -> dict:
     """Greedy chains on prompts that no draft saw, beside plain decoding -> tau, speedup."""
     draft = ARMS[name][0].from_pretrained(Path(options.out) / str(list(ARMS).index(name)), model)
-    settings = argparse.Namespace(max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0,
-                                  tree=f"chain:{draft.config.depth}")
+    args = settings(max_new_tokens=128, tree=f"chain:{draft.config.depth}")
     rows = bench.read_prompts(Path(options.questions), options.prompts)
     prompts = [(category, chat_prompt(tok, chat, [text])) for category, text in rows]
-    figures = bench.measure(model, tok, draft, prompts, settings)["all"]
+    figures = bench.measure(model, tok, draft, prompts, args)["all"]
     return {key: figures[key] for key in ("tau", "speedup", "identical")}
 
 

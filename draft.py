@@ -264,8 +264,8 @@ class ChimeraState:
         self.length += len(hidden)
 
     def fix(self) -> None:
-        """From here to release() no shape and no Python number of a step depends on n or on how many states are
-        pending: for compiled steps. The last pending state is repeated up to K + 1 rows, and each writes its own row."""
+        """For compiled steps: from here to release() no shape and no Python number depends on n or on how many states
+        are pending. The last pending state is repeated up to K + 1 rows, and each writes its own row."""
         n, R, most = self.length, len(self.pending), self.draft.config.depth + 1
         if R > most:                                        # the prompt's states
             _, k, v = self.draft.block.project(self.pending[None], *self.draft.frozen["model"].rope(slice(n - R, n)))
@@ -299,8 +299,8 @@ class ChimeraState:
         return draft.head_logits(depth, draft.head_input(depth, self.newest.expand_as(hhat), hhat))
 
     def _fixed_rows(self, depth: int, offsets: torch.Tensor, M: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Between fix() and release(): -> the states that became known [R, D] and the positions of them and the M new z,
-        [R + M]; says to the cache where the rows go."""
+        """Between fix() and release(): -> the states that became known [R, D], and the positions of them and the M new
+        z, [R + M]. Tells the cache where the rows go."""
         if depth == 0:
             known, before = self.fixed
             self.cache.where = torch.cat((before, self.at + torch.arange(M, device=offsets.device)))

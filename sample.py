@@ -212,6 +212,12 @@ OPTIONS = {
 }
 
 
+def settings(**changed) -> argparse.Namespace:
+    """For callers of decode(): the command line's defaults, some of them changed."""
+    return argparse.Namespace(**{name: words.get("default", False if "action" in words else None)
+                                 for name, words in OPTIONS.items()} | changed)
+
+
 def parse_args() -> argparse.Namespace:
     args = parse_options(__doc__, OPTIONS)
     args.draft = args.draft or ("none" if args.ckpt else str(DRAFT))

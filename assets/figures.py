@@ -10,7 +10,6 @@ import math
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from html import escape
 from pathlib import Path
 
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import bench
 from common import load_target, parse_options, run
 from plot import line_chart
-from sample import DRAFT, GREEN, STORIES, decode, load_draft
+from sample import DRAFT, GREEN, STORIES, decode, load_draft, settings
 from speculative import Round
 from trace_page import Trace
 from tree import Tree
@@ -79,8 +78,7 @@ def chips(x: float, y: float, tokens: list[tuple[str, str]]) -> list[str]:
 
 def some_rounds(model, tok, draft, seed: int) -> list[tuple[Round, dict, str]]:
     """Rounds of a story at temperature 1: each as it was, as the trace page has it, and the text before it."""
-    args = Namespace(ckpt=str(STORIES), draft=str(DRAFT), temperature=1.0, top_k=0, top_p=1.0, seed=seed, tree=TREE,
-                     max_new_tokens=300)
+    args = settings(ckpt=str(STORIES), draft=str(DRAFT), temperature=1.0, seed=seed, tree=TREE, max_new_tokens=300)
     prompt, kept = tok.encode("Once upon a time"), []
     trace = Trace("", tok, prompt, args)
 
@@ -196,7 +194,7 @@ def measure(model, tok, draft, count: int) -> list[dict]:
     prompts, rows = [(kind, tok.encode(line)) for kind, line in bench.read_prompts(bench.OPENINGS, count)], []
     for temperature in (0.0, 1.0):
         for spec in SIZES:
-            args = Namespace(max_new_tokens=128, temperature=temperature, top_k=0, top_p=1.0, seed=0, tree=spec)
+            args = settings(max_new_tokens=128, temperature=temperature, tree=spec)
             row = bench.measure(model, tok, draft, prompts, args)["all"]
             rows.append({"tree": spec, "nodes": Tree.parse(spec).size, "temperature": temperature, **row})
             print(f"{spec:12} temperature {temperature:.0f}  tau {row['tau']:.2f}  speedup {row['speedup']:.2f}")

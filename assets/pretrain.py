@@ -94,6 +94,15 @@ def train(model: Llama, tokens: torch.Tensor, args) -> None:
     model.requires_grad_(False)
 
 
+@torch.no_grad()
+def average(model: Llama, states: list[str]) -> None:
+    """The mean of the model's weights and those in the state.pt files, in place: often better than each of them
+    (Wortsman et al., arXiv 2203.05482)."""
+    weights = [model.state_dict(), *(torch.load(path, weights_only=True)["model"] for path in states)]
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.stack([w[name].contiguous() for w in weights]).mean(0)
+
+
 def shard(folder: Path, most: int = 15 * 2**20) -> None:
     """model.safetensors -> shards of less than `most` bytes with an index: the published checkpoints' form."""
     tensors = load_file(folder / "model.safetensors")
@@ -122,6 +131,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mean", nargs="+", metavar="STATE", help="no training: average --init and these state.pt")
     args = parser.parse_args()
     tok, model = Tokenizer.from_pretrained(args.init), Llama.from_pretrained(args.init)
     Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -129,7 +139,10 @@ def main() -> None:
     held_out = list(read_records(Path(args.valid), Counter()))[:60]
     print(f"before: {bits_per_byte(model, tok, held_out):.4f} bits per byte")
     model = deepen(model, args.layers)
-    train(model, torch.tensor([i for ids in stories for i in ids]), args)
+    if args.mean:
+        average(model, args.mean)
+    else:
+        train(model, torch.tensor([i for ids in stories for i in ids]), args)
     print(f"after: {bits_per_byte(model, tok, held_out):.4f} bits per byte")
     model.save_pretrained(args.out, torch.bfloat16)
     shutil.copy(Path(args.init, "tokenizer.model"), args.out)

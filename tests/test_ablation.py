@@ -1,10 +1,13 @@
 """ablation.py: each arm leaves out what it says, in training and in decoding alike, and stays lossless."""
+from argparse import Namespace
+
 import pytest
 import torch
-from helpers import random_ids, randomise, tiny_llama
+from helpers import random_ids, randomise, tiny_draft, tiny_llama
 
-from ablation import ARMS, HeadsAlone, WithoutContext
+from ablation import ARMS, HeadsAlone, WithoutContext, decode_arm
 from draft import ChimeraConfig
+from model import Llama, Tokenizer
 from speculative import generate
 
 MODEL = tiny_llama()
@@ -42,3 +45,12 @@ def test_without_context_no_earlier_state_matters():
     for cls, same in ((WithoutContext, True), (HeadsAlone, True), (ARMS["K = 4"][0], False)):
         a, b = (arm(cls)(ids, h)[0][0, 6] for h in (hidden, changed))
         assert torch.allclose(a, b) is same
+
+
+def test_an_arm_is_measured_beside_plain_decoding(toy_checkpoint, tmp_path):
+    model, tok = Llama.from_pretrained(toy_checkpoint), Tokenizer.from_pretrained(toy_checkpoint)
+    tiny_draft(model).save_pretrained(tmp_path / "0")
+    (tmp_path / "lines.txt").write_text("Once upon a time\nThe dog\n")
+    options = Namespace(out=tmp_path, questions=tmp_path / "lines.txt", prompts=2)
+    figures = decode_arm(next(iter(ARMS)), model, tok, "none", options)
+    assert figures["tau"] >= 1 and figures["identical"] == "2/2"

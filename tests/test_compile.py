@@ -9,6 +9,7 @@ import speculative
 from speculative import Cache, generate
 from tree import Plan, Tree
 
+PROMPT = random_ids(9)
 TREES = ["chain:3", "2,3,2", "[[0],[1],[2],[0,0],[2,0],[2,1],[2,1,0]]"]
 
 
@@ -17,7 +18,7 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(speculative, "compiled", lambda step: step)
 
 
-def text(model, draft=None, compile=False, prompt=random_ids(9), seed=0, **settings) -> list[int]:
+def text(model, draft=None, compile=False, prompt=PROMPT, seed=0, **settings) -> list[int]:
     settings = {"max_new_tokens": 40} | settings
     generator = torch.Generator().manual_seed(seed)
     return [i for ids in generate(model, prompt, draft, generator=generator, compile=compile, **settings) for i in ids]

@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,7 @@ def talk(toy_checkpoint, monkeypatch, capfd):
         monkeypatch.setattr(sample, "decode", decode)
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
         tree = default_tree(draft, 0) if draft else None
-        args = {"max_new_tokens": 20, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "color": False}
-        args = Namespace(**args | {"system": None, "tree": tree, "compile": False} | settings)
-        sample.converse(model, tok, draft, chat, args)
+        sample.converse(model, tok, draft, chat, sample.settings(**{"max_new_tokens": 20, "tree": tree} | settings))
         monkeypatch.setattr(sample, "decode", real)
         del model.hidden_states
         return turns, capfd.readouterr(), model, rows

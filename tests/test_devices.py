@@ -1,5 +1,4 @@
 """What must hold on every device: the CPU always, a CUDA GPU where there is one."""
-import argparse
 from functools import partial
 
 import pytest
@@ -10,7 +9,7 @@ from data import collate
 from draft import Chimera
 from loss import Meter, Weights, batch_loss
 from model import Llama
-from sample import DRAFT, STORIES, decode
+from sample import DRAFT, STORIES, decode, settings
 from speculative import generate, warp
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -45,9 +44,8 @@ def test_greedy_text_is_that_of_plain_decoding(device, tree):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_seed_draws_the_same_text(device, dtype):
     model, draft = on(device, dtype)
-    settings = argparse.Namespace(tree="2,2,1", max_new_tokens=40, temperature=1.0, top_k=50, top_p=0.95, seed=3,
-                                  compile=False)
-    first, second = (decode(model, [1, 400], draft, settings, [2]).ids for _ in range(2))
+    args = settings(tree="2,2,1", max_new_tokens=40, temperature=1.0, top_k=50, top_p=0.95, seed=3)
+    first, second = (decode(model, [1, 400], draft, args, [2]).ids for _ in range(2))
     assert first == second and len(first) > 1
 
 
