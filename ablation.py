@@ -16,7 +16,7 @@ import torch
 import bench
 import train
 from chat import chat_prompt, choose_chat
-from common import load_target, run
+from common import defaults, load_target, run
 from draft import Chimera, ChimeraState
 from sample import OPENINGS, STORIES, settings
 
@@ -136,9 +136,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     options = parse_args()
     names = [name for number, name in enumerate(ARMS) if number in options.arms and (options.raw or name != RAW)]
-    base = argparse.Namespace(**{name: keywords.get("default", False) for name, keywords in train.OPTIONS.items()})
-    vars(base).update(data=options.data, steps=options.steps, save_every=options.steps, lr=options.lr, rank=0, world=1,
-                      draft_vocab=options.draft_vocab, dtype_used="bfloat16", device_used="cpu")
+    base = defaults(train.OPTIONS, data=options.data, steps=options.steps, save_every=options.steps, lr=options.lr,
+                    rank=0, world=1, draft_vocab=options.draft_vocab, dtype_used="bfloat16", device_used="cpu")
     device, rows_file = torch.device("cpu"), Path(options.out) / "rows.json"
     model, tok = load_target(options.ckpt, device, "bfloat16")
     chat = choose_chat("auto", tok, options.ckpt)

@@ -95,12 +95,22 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     """Docstrings as they are written, defaults behind each option."""
 
 
-def parse_options(description: str, options: dict[str, dict]) -> argparse.Namespace:
-    """The command line of a script: {name: keywords of add_argument}."""
+def parser_of(options: dict[str, dict], description: str = "") -> argparse.ArgumentParser:
+    """options: {name: keywords of add_argument}."""
     parser = argparse.ArgumentParser(description=description, formatter_class=Help)
     for name, keywords in options.items():
         parser.add_argument(f"--{name}", **keywords)
-    args = parser.parse_args()
+    return parser
+
+
+def defaults(options: dict[str, dict], **changed) -> argparse.Namespace:
+    """What a script's command line without arguments gives, some of it changed: for callers from other files."""
+    return argparse.Namespace(**vars(parser_of(options).parse_args([])) | changed)
+
+
+def parse_options(description: str, options: dict[str, dict]) -> argparse.Namespace:
+    """The command line of a script."""
+    args = parser_of(options, description).parse_args()
     if not -2**63 <= getattr(args, "seed", 0) < 2**63:
         raise ValueError(f"--seed must fit into 64 bits, {args.seed} does not")
     return args

@@ -266,12 +266,13 @@ class ChimeraState:
     def fix(self) -> None:
         """For compiled steps: from here to release() no shape and no Python number depends on n or on how many states
         are pending. The last pending state is repeated up to K + 1 rows, and each writes its own row."""
-        n, R, most = self.length, len(self.pending), self.draft.config.depth + 1
-        if R > most:                                        # the prompt's states
-            _, k, v = self.draft.block.project(self.pending[None], *self.draft.frozen["model"].rope(slice(n - R, n)))
-            self.cache.write(0, k, v)
-        place = torch.arange(most, device=self.pending.device).clamp(max=min(R, most) - 1)
-        self.fixed = self.pending[-most:][place], place + (n - min(R, most))
+        n, most = self.length, self.draft.config.depth + 1
+        old, last = self.pending[:-most], self.pending[-most:]
+        if len(old):                                        # of the prompt: into the cache at once
+            positions = slice(n - len(self.pending), n - len(last))
+            self.cache.write(0, *self.draft.block.project(old[None], *self.draft.frozen["model"].rope(positions))[1:])
+        place = torch.arange(most, device=last.device).clamp(max=len(last) - 1)
+        self.fixed = last[place], place + (n - len(last))
         self.at, self.drafted = torch.tensor(n, device=place.device), 0
 
     def release(self) -> None:

@@ -24,6 +24,7 @@ from common import (
     ASSETS,
     TextStream,
     choose_device,
+    defaults,
     dtype_name,
     load_target,
     parse_options,
@@ -214,8 +215,7 @@ OPTIONS = {
 
 def settings(**changed) -> argparse.Namespace:
     """For callers of decode(): the command line's defaults, some of them changed."""
-    return argparse.Namespace(**{name: words.get("default", False if "action" in words else None)
-                                 for name, words in OPTIONS.items()} | changed)
+    return defaults(OPTIONS, **changed)
 
 
 def parse_args() -> argparse.Namespace:

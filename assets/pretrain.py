@@ -135,13 +135,13 @@ def main() -> None:
     args = parser.parse_args()
     tok, model = Tokenizer.from_pretrained(args.init), Llama.from_pretrained(args.init)
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    stories = [tok.encode(story) + sorted(tok.eos_ids)[:1] for story in read_records(Path(args.data), Counter())]
     held_out = list(read_records(Path(args.valid), Counter()))[:60]
     print(f"before: {bits_per_byte(model, tok, held_out):.4f} bits per byte")
     model = deepen(model, args.layers)
     if args.mean:
         average(model, args.mean)
     else:
+        stories = (tok.encode(story) + sorted(tok.eos_ids)[:1] for story in read_records(Path(args.data), Counter()))
         train(model, torch.tensor([i for ids in stories for i in ids]), args)
     print(f"after: {bits_per_byte(model, tok, held_out):.4f} bits per byte")
     model.save_pretrained(args.out, torch.bfloat16)
