@@ -259,7 +259,7 @@ class ChimeraState:
 
     def observe(self, tokens: list[int], hidden: torch.Tensor) -> None:
         """hidden [R, D]: the target's states of the newly committed positions (their tokens are not needed here)."""
-        self.cache.length = self.length - len(self.pending)
+        self.cache.length, self.at, self.cache.where = self.length - len(self.pending), None, None
         self.pending, self.newest = torch.cat((self.pending, hidden)), hidden[-1:]
         self.length += len(hidden)
 

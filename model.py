@@ -287,9 +287,10 @@ class Llama(nn.Module):
             if cache is not None:
                 k, v = cache.write(i, k, v)                                     # [B, G, S, E]
             x = block.finish(x, attend(q, k, v, mask, causal=mask is None and T > 1))
-        if cache is not None and cache.where is None:
+        x = self.norm(x)
+        if cache is not None and cache.where is None:       # last: an interrupt before it changes nothing
             cache.length += T
-        return self.norm(x)
+        return x
 
     def score(self, tokens: torch.Tensor, cache: KVCache, positions: torch.Tensor, mask: torch.Tensor | None):
         """One step of decoding: hidden_states of one text and their logits, [T, D] and [T, V]."""

@@ -236,7 +236,6 @@ class Cache:
         for state in (self.kv, self.drafter and self.drafter.cache):
             if state is not None:
                 state.reserve(rows)
-                state.where = None                          # what an interrupt may have left
 
 
 @dataclass
@@ -329,9 +328,10 @@ def verify(model: Llama, cache: KVCache, plan: Plan, tokens: torch.Tensor) -> tu
     cache.where = cache.length + plan.order if plan.fixed else None             # the rows that the new ones get
     # exercise 5
     n = cache.length
-    hidden, logits = score(model, tokens.clamp(min=0)[None], cache, n + plan.depths, plan.mask(n))
-    cache.length, cache.where = n, None         # so what an interrupt leaves here does not count
-    return hidden, logits
+    try:
+        return score(model, tokens.clamp(min=0)[None], cache, n + plan.depths, plan.mask(n))
+    finally:
+        cache.length, cache.where = n, None     # so what an interrupt leaves here does not count
 
 
 def judge(children, tokens: list[int], logits: torch.Tensor, drawn: dict, p_of: Callable | None, randomness):
@@ -502,6 +502,8 @@ def check_draft(model: Llama, draft, tree, cache: Cache, compile: bool) -> None:
     if isinstance(draft, Llama) and draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}; "
                          "a draft must share the target's vocabulary")
+    if compile:
+        compiled(Llama.score)                               # raises where there is no compiler
     if compile and isinstance(draft, Llama):
         raise ValueError("compiled steps are made for Chimera drafts; leave out --compile with a LLaMA as the draft")
     if isinstance(draft, Chimera) and draft.frozen["model"] is not model:

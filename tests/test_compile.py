@@ -56,6 +56,24 @@ def test_a_cache_goes_on_after_compiled_and_plain_calls(uncompiled):
         assert found == [i for part in generate(model, ids, None, None, count, cache=wanted) for i in part]
 
 
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cache_goes_on_without_compiling_after_a_failed_draft(uncompiled, tree, temperature, monkeypatch):
+    model, cache = tiny_llama(max_position_embeddings=600), Cache()
+    draft, got = tiny_draft(model), []
+
+    def failing(*args):
+        raise MemoryError
+    passes = generate(model, PROMPT, draft, tree, 30, temperature, cache=cache, compile=True)
+    got += next(passes) + next(passes)
+    monkeypatch.setattr(speculative.ChimeraState, "step", failing)
+    with pytest.raises(MemoryError):
+        next(passes)
+    monkeypatch.undo()
+    found = [i for ids in generate(model, [7], draft, tree, 500, cache=cache) for i in ids]
+    assert found == text(model, prompt=[*PROMPT, *got, 7], max_new_tokens=500)
+
+
 def test_masks_of_fixed_width_allow_what_the_others_allow():
     tree, like = Tree.parse("2,3,2"), torch.zeros(1)
     free, fixed = Plan(tree, 30, like), Plan(tree, 30, like, fixed=True)

@@ -233,6 +233,30 @@ def test_a_consumer_that_stops_early_leaves_a_usable_cache():
     assert more == text(MODEL, [5, *got, 7], max_new_tokens=5)
 
 
+@pytest.mark.parametrize("part", ["lm_head", "norm"])
+@pytest.mark.parametrize("call", range(1, 6))
+def test_an_interrupt_inside_a_pass_leaves_a_usable_cache(part, call, monkeypatch):
+    """What a GPU that runs out of memory does, too: the last parts of a pass fail."""
+    layer, calls, cache, got = getattr(MODEL, part), [], Cache(), []
+
+    def interrupted(x):
+        calls.append(0)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return real(x)
+
+    real = layer.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for ids in generate(MODEL, [5, 6], DRAFTS["noisy"], max_new_tokens=30, cache=cache):
+                got += ids
+    start = [5, 6, *got] if got else []
+    assert cache.tokens == start and len(calls) == call
+    more = text(MODEL, [7], DRAFTS["noisy"], max_new_tokens=8, cache=cache)
+    assert more == text(MODEL, [*start, 7], max_new_tokens=8)
+
+
 def test_two_calls_cannot_take_turns_on_one_cache():
     cache = Cache()
     first = generate(MODEL, [5], max_new_tokens=30, cache=cache)
