@@ -95,12 +95,12 @@ def figures(plain: list[Result], spec: list[Result]) -> dict:
 
 
 def warm_up(model, tok, draft, prompts, args) -> float:
-    """With --compile: one uncounted run for each size of the cache -> seconds that the steps took to compile."""
-    sizes = {fixed_rows(len(ids) + args.max_new_tokens + Tree.parse(args.tree).size + 1): ids for _, ids in prompts}
-    start = time.perf_counter()
-    for ids in sizes.values():
-        for side in (None, draft):
-            decode(model, ids, side, args, tok.eos_ids)
+    """With --compile: one uncounted run for each side and size of its cache -> the seconds that compiling took."""
+    nodes, start = {None: 0, draft: Tree.parse(args.tree).size}, time.perf_counter()
+    runs = {(side, fixed_rows(len(ids) + args.max_new_tokens + nodes[side] + 1)): ids
+            for _, ids in prompts for side in nodes}
+    for (side, _), ids in runs.items():
+        decode(model, ids, side, args, tok.eos_ids)
     return round(time.perf_counter() - start, 1)
 
 

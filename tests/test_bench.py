@@ -1,6 +1,7 @@
 """bench.py: the figures are the pooled ones that its docstring tells."""
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers import near_copy, save_checkpoint, tiny_llama
@@ -71,3 +72,12 @@ def test_stages_add_up_to_a_round(cli, tmp_path):
 def test_useless_options_are_named(cli, capsys, options, words):
     assert cli(*options) == 1
     assert words in capsys.readouterr().err
+
+
+def test_every_size_of_either_sides_cache_is_compiled_before_measuring(monkeypatch):
+    ran = []
+    monkeypatch.setattr(bench, "decode", lambda model, ids, draft, *rest: ran.append((draft, len(ids))))
+    tok, args = SimpleNamespace(eos_ids=()), SimpleNamespace(tree="4,4,2", max_new_tokens=128)      # 10 nodes
+    bench.warm_up(None, tok, "draft", [("all", [5] * length) for length in (20, 118, 128)], args)
+    # rows: plain 149, 247 -> 256 and 257 -> 512; with the draft 159 -> 256 and 257, 267 -> 512
+    assert sorted(ran, key=str) == [("draft", 20), ("draft", 128), (None, 118), (None, 128)]
