@@ -80,4 +80,4 @@ def test_every_size_of_either_sides_cache_is_compiled_before_measuring(monkeypat
     tok, args = SimpleNamespace(eos_ids=()), SimpleNamespace(tree="4,4,2", max_new_tokens=128)      # 10 nodes
     bench.warm_up(None, tok, "draft", [("all", [5] * length) for length in (20, 118, 128)], args)
     # rows: plain 149, 247 -> 256 and 257 -> 512; with the draft 159 -> 256 and 257, 267 -> 512
-    assert sorted(ran, key=str) == [("draft", 20), ("draft", 128), (None, 118), (None, 128)]
+    assert len(ran) == 4 and set(ran) == {("draft", 20), ("draft", 128), (None, 118), (None, 128)}
