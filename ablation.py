@@ -18,6 +18,7 @@ import train
 from chat import chat_prompt, choose_chat
 from common import defaults, load_target, run
 from draft import Chimera, ChimeraState
+from optim import Optimizer
 from sample import OPENINGS, STORIES, settings
 
 
@@ -80,6 +81,7 @@ ARMS = {                        # name: (class, changed settings)
     "heads alone (Medusa-like)": (HeadsAlone, {}),
     "cross-entropy only": (Chimera, {"kl": 0.0}),
     "with state loss": (Chimera, {"state_loss": 1.0}),
+    "AdamW instead of Muon": (Chimera, {"optimizer": "adamw"}),
     "later steps count less (0.8)": (Chimera, {"depth_decay": 0.8}),
     "full heads": (Chimera, {"heads": "full"}),
     "draft vocabulary 1024": (Chimera, {"draft_vocab": 1024}),
@@ -100,7 +102,7 @@ def one_arm(name: str, model, tok, chat: str, base: argparse.Namespace, options)
     samples, _ = train.split_samples(args, model, tok, chat)
     draft = train.new_draft(args, model, samples, cls)
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
+    optimizer = Optimizer(draft, args.optimizer, args.lr)
     if not train.train(args, draft, model, samples, held_out, optimizer, 0):
         raise KeyboardInterrupt                             # half an arm is no row
     meter = train.evaluate(draft, model, held_out, args)

@@ -43,6 +43,8 @@ def load_run(out: str) -> tuple[dict, argparse.Namespace]:
         settings = state["settings"]
     except Exception as error:                              # torch.load raises many kinds for a damaged file
         raise ValueError(f"{path} is damaged ({type(error).__name__}); train again with another --out") from None
+    if "optimizer" not in settings:
+        raise ValueError(f"{path} is of an earlier version; begin anew with --init {out} and another --out")
     return state, argparse.Namespace(**settings | {"out": out, "resume": True, "dtype": settings["dtype_used"]})
 
 

@@ -30,6 +30,7 @@ from distill import distill
 from draft import Chimera, ChimeraConfig
 from loss import CHUNK, Meter, Weights, batch_loss
 from model import Llama, LlamaConfig
+from optim import Optimizer, learning_rate
 from plot import training_chart
 from runs import Stop, load_run, open_log, over_processes, processes, save
 from sample import DRAFT, OPENINGS, STORIES
@@ -37,15 +38,6 @@ from speculative import generate
 from tree import Tree
 
 MOST_BAD_STEPS = 20     # steps with a loss that is not finite before the run gives up
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """1% warm-up (at least 10 steps), then a cosine to a tenth of the peak, never below; counts optimiser steps."""
-    warmup = max(10, steps // 100)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def evaluate(draft: Chimera, model: Llama, samples: list, args) -> Meter:
@@ -167,7 +159,9 @@ OPTIONS = {
     "epochs": dict(type=float, default=2, help="passes over the data, if --steps is not given"),
     "batch_size": dict(type=int, default=8, help="samples per micro-batch"),
     "grad_accum": dict(type=int, default=1, help="micro-batches per optimiser step"),
-    "lr": dict(type=float, default=1e-3, help="peak learning rate (2e-4 suits a 7B target)"),
+    "optimizer": dict(choices=["muon", "adamw"], default="muon" if hasattr(torch.optim, "Muon") else "adamw",
+                      help="muon: for the matrices, AdamW for the rest; adamw: for all, the paper's"),
+    "lr": dict(type=float, default=2e-3, help="peak learning rate (1e-3 with AdamW; 2e-4 suits a 7B target)"),
     "max_length": dict(type=int, default=512, help="tokens per sample, the rest is cut off; with --distill per prompt"),
     "init": dict(metavar="DIR", help="start from the weights of this earlier draft for the same target"),
     "depth": dict(type=int, default=5, help="steps K that the draft learns"),
@@ -284,7 +278,7 @@ def memory_estimate(draft: Chimera, target: LlamaConfig, target_bytes: int, args
     scores = 3 * K * B * target.num_attention_heads * T * T * 4                 # kept for the backward pass
     states = (K + 1) * B * T * (12 * D + 4 * target.intermediate_size) * (4 if args.dtype_used == "float32" else 2)
     logits = CHUNK * (4 * target.vocab_size + 20 * (args.draft_vocab or target.vocab_size))
-    parts = {"target": target_bytes, "draft and AdamW (16 bytes a weight)": 16 * own, "batch": scores + states + logits}
+    parts = {"target": target_bytes, "draft, 16 bytes a weight": 16 * own, "batch": scores + states + logits}
     return {name: size / 1e9 for name, size in parts.items()} | {"in all": sum(parts.values()) / 1e9}
 
 
@@ -317,7 +311,7 @@ def main() -> None:
     target_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     parts = memory_estimate(draft, model.config, target_bytes, args)
     print("memory, about:", ", ".join(f"{name} {size:.1f} GB" for name, size in parts.items()))
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
+    optimizer = Optimizer(draft, args.optimizer, args.lr)
     if state:
         draft.load_state_dict(state["draft"])
         optimizer.load_state_dict(state["optimizer"])

@@ -29,7 +29,7 @@ from distill import answer_batch
 from draft import Chimera, ChimeraConfig
 from loss import Meter, Weights, batch_loss
 from model import Llama, LlamaConfig
-from train import learning_rate
+from optim import Optimizer, learning_rate
 
 ROOT = Path(train.__file__).parent
 
@@ -186,7 +186,7 @@ def test_meter_agrees_with_a_count_by_hand(draft_vocab):
 # -- one optimiser step ------------------------------------------------------------------------------------------------
 
 def optimise(draft, model, batches, args, step: int = 0, optimizer=None) -> tuple[float, int]:
-    optimizer = optimizer or torch.optim.AdamW(draft.parameters(), weight_decay=0.0)
+    optimizer = optimizer or Optimizer(draft, args.optimizer, args.lr)
     batches = iter([(None, *batch) for batch in batches])
     return train.optimise(draft, model, batches, optimizer, args, step, Meter(draft.config.depth))
 
@@ -235,10 +235,31 @@ def test_learning_rate_warms_up_and_never_falls_below_its_floor():
 def test_learning_rate_follows_optimiser_steps():
     model, args = tiny_llama(), arguments(grad_accum=4)
     draft = trainable_draft(model)
-    optimizer = torch.optim.AdamW(draft.parameters())
+    optimizer = Optimizer(draft, args.optimizer, args.lr)
     for step in range(12):
         optimise(draft, model, [random_batch()] * 4, args, step, optimizer)
         assert optimizer.param_groups[0]["lr"] == learning_rate(step, 20, args.lr)
+
+
+@pytest.mark.parametrize("heads, name", [("light", "muon"), ("full", "muon"), ("light", "adamw")])
+def test_muon_moves_the_matrices_but_full_heads_and_adamw_the_rest(heads, name):
+    model = tiny_llama()
+    draft = train.new_draft(arguments(depth=3, heads=heads), model, [])
+    before, optimizer = weights(draft), Optimizer(draft, name, 1e-3)
+    optimise(draft, model, [random_batch()], arguments(depth=3), 10, optimizer)
+    owner = {id(p): type(part) for part in optimizer.parts for group in part.param_groups for p in group["params"]}
+    for key, weight in draft.named_parameters():
+        matrix = name == "muon" and weight.dim() == 2 and (heads == "light" or "heads" not in key)
+        assert owner[id(weight)] is (torch.optim.Muon if matrix else torch.optim.AdamW)
+        assert (weight != before[key]).any()
+
+
+def test_a_torch_without_muon_is_told(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    draft = trainable_draft(tiny_llama())
+    with pytest.raises(ValueError, match="--optimizer adamw"):
+        Optimizer(draft, "muon", 1e-3)
+    assert len(Optimizer(draft, "adamw", 1e-3).param_groups) == 1
 
 
 def digest(model) -> str:
@@ -256,7 +277,7 @@ def test_the_target_stays_as_it_is(dtype, tied):
     before, samples = digest(model), [(torch.tensor(random_ids(12)), torch.ones(12, dtype=torch.bool))]
     args = arguments(draft_vocab=12, dtype_used=str(dtype).removeprefix("torch."))
     draft = train.new_draft(args, model, samples)
-    start, optimizer = weights(draft), torch.optim.AdamW(draft.parameters(), lr=1e-2)
+    start, optimizer = weights(draft), Optimizer(draft, args.optimizer, 1e-2)
     for step in range(3):
         train.optimise(draft, model, iter([(None, *random_batch())]), optimizer, args, step, Meter(5))
     assert any((p != start[name]).any() for name, p in draft.named_parameters())
@@ -276,7 +297,7 @@ def test_a_draft_learns_a_deterministic_target():
     samples = [(torch.tensor(p + w), torch.arange(27) >= 3) for p, w in zip(prompts, written, strict=True)]
     args = arguments(depth=3, steps=150, batch_size=16, lr=5e-3)
     draft = train.new_draft(args, model, samples)
-    optimizer = torch.optim.AdamW(draft.parameters(), weight_decay=0.0)
+    optimizer = Optimizer(draft, args.optimizer, args.lr)
     batches = train.batches_from(samples, args, 0)
     for step in range(args.steps):
         train.optimise(draft, model, batches, optimizer, args, step, Meter(3))
@@ -307,8 +328,9 @@ def final(out: Path) -> tuple[bytes, dict, dict]:
     """The exported files and the training state, for comparison."""
     state = torch.load(out / "state.pt", weights_only=True)
     flat = {f"draft.{name}": tensor for name, tensor in state["draft"].items()}
-    for index, entry in state["optimizer"]["state"].items():
-        flat |= {f"{index}.{key}": value for key, value in entry.items()}
+    for part, optimizer in enumerate(state["optimizer"]):
+        for index, entry in optimizer["state"].items():
+            flat |= {f"{part}.{index}.{key}": value for key, value in entry.items()}
     return (out / "model.safetensors").read_bytes(), json.loads((out / "config.json").read_text()), flat
 
 
@@ -331,8 +353,8 @@ def fail_at(monkeypatch, owner, name: str, call: int):
     monkeypatch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("options", [[], ["--heads", "full", "--draft_vocab", 50, "--grad_accum", 2]],
-                         ids=["light", "full"])
+@pytest.mark.parametrize("options", [[], ["--heads", "full", "--draft_vocab", 50, "--grad_accum", 2],
+                                     ["--optimizer", "adamw"]], ids=["light", "full", "adamw"])
 def test_a_resumed_run_equals_the_straight_one(tmp_path, tiny_run, monkeypatch, options):
     assert cli(*tiny_run, *options, "--out", tmp_path / "straight") == 0
     for stop_at in (5, 2):                                  # optimiser steps until the next interruption
@@ -393,6 +415,15 @@ def test_resume_refuses_other_data(tmp_path, tiny_run, stories, capsys):
     stories.write_text("<|endoftext|>".join(stories.read_text().split("<|endoftext|>")[::-1]))
     assert cli("--resume", "--out", tmp_path / "run") == 1
     assert "not those that this run began with" in capsys.readouterr().err
+
+
+def test_a_run_of_an_earlier_version_is_told(tmp_path, tiny_run, capsys):
+    assert cli(*tiny_run, "--out", tmp_path / "run") == 0
+    state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
+    del state["settings"]["optimizer"]
+    torch.save(state | {"step": 4}, tmp_path / "run" / "state.pt")
+    assert cli("--resume", "--out", tmp_path / "run") == 1
+    assert "--init" in capsys.readouterr().err
 
 
 def test_a_run_can_start_from_an_earlier_draft(tmp_path, tiny_run):
