@@ -1,4 +1,5 @@
 """Fixtures that the tests share: a toy tokenizer and checkpoint, trained and saved in a temporary folder."""
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from helpers import save_checkpoint, tiny_llama, train_tokenizer
 from model import Tokenizer
 
 torch.set_num_threads(1)            # the models are so small that threads only cost
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background job ignores it, and so would children
 
 
 @pytest.fixture(scope="session")
