@@ -12,6 +12,7 @@ positions, M nodes of one depth.
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -227,6 +228,10 @@ class Cache:
         self.owner = None                       # the model and draft that it belongs to
         self.calls = 0                          # only the newest call may go on
 
+    def check(self, call: int) -> None:
+        if self.calls != call:
+            raise ValueError("another call has gone on with this cache since; finish one before the next")
+
     def prepare(self, model: Llama, draft, rows: int) -> None:
         """Makes or grows the target's and the draft's state for `rows` positions."""
         if self.owner is None:
@@ -263,12 +268,12 @@ def best_of(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 @memoize
-def compiled(step: Callable) -> Callable:
+def compiled(step: Callable, cuda: bool) -> Callable:
     """torch.compile of one step: as CUDA graphs on a GPU, on a CPU without Python between the kernels."""
     torch._dynamo.config.cache_size_limit = 256             # one graph for each tree, depth and cache size
-    if torch.cuda.is_available():
+    if cuda:
         return torch.compile(step, dynamic=False, mode="reduce-overhead")
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+    if not shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
         raise ValueError("compiled steps need a C++ compiler; install g++, or leave out --compile")
     return torch.compile(step, dynamic=False, options={"cpp_wrapper": True})
 
@@ -289,10 +294,10 @@ def draft_tree(drafter, plan: Plan, context: list[int], q_of: Callable | None, r
         return grow(drafter, plan.tree.size, levels, grams, q_of, randomness)
     drafter.fix()
     if q_of is None:                                        # all depths are one compiled graph
-        found = compiled(grow)(drafter, plan.tree.size, levels, grams, None, None)
+        found = compiled(grow, grams.is_cuda)(drafter, plan.tree.size, levels, grams, None, None)
     else:                                                   # chance comes in between: one graph a depth
         found = grow(drafter, plan.tree.size, levels, grams, q_of, randomness,
-                     partial(compiled(ChimeraState.step), drafter))
+                     partial(compiled(ChimeraState.step, grams.is_cuda), drafter))
     drafter.release()
     return found
 
@@ -324,7 +329,7 @@ def verify(model: Llama, cache: KVCache, plan: Plan, tokens: torch.Tensor) -> tu
     and sees what plan.mask(n) allows. The cache counts n rows before and after, though hidden_states moves its length:
     commit alone decides which of the new ones stay.
     """
-    score = compiled(Llama.score) if plan.fixed else Llama.score
+    score = compiled(Llama.score, tokens.is_cuda) if plan.fixed else Llama.score
     cache.where = cache.length + plan.order if plan.fixed else None             # the rows that the new ones get
     # exercise 5
     n = cache.length
@@ -410,14 +415,13 @@ class Watch:
 
 
 @torch.inference_mode()
-def _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, eos, on_round) -> Iterator[list[int]]:
+def _rounds(model, cache, call, prompt, plan_for, max_new_tokens, p_of, randomness, eos, on_round):
     """The decode loop."""
-    new, call = prefill(model, cache, prompt, p_of, randomness), cache.calls
-    left = max_new_tokens - 1
+    cache.check(call)
+    new, left = prefill(model, cache, prompt, p_of, randomness), max_new_tokens - 1
     yield new
     while left > 0 and new[-1] not in eos:
-        if cache.calls != call:
-            raise ValueError("another call has gone on with this cache since; finish one before the next")
+        cache.check(call)
         flips, plan = len(randomness.log), plan_for(left, len(cache.tokens))
         watch = Watch(on_round and plan.depths.device)
         ids, drawn = draft_tree(cache.drafter, plan, cache.tokens[-3:], p_of, randomness)                   # 1. draft
@@ -479,7 +483,8 @@ def generate(model: Llama, prompt: list[int], draft: Chimera | Llama | None = No
 
     p_of = None if is_greedy(temperature) else partial(warp, temperature=temperature, top_k=top_k, top_p=top_p)
     randomness = generator if isinstance(generator, Randomness) else Generator(generator)
-    return _rounds(model, cache, prompt, plan_for, max_new_tokens, p_of, randomness, frozenset(eos_ids), on_round)
+    eos = frozenset(eos_ids)
+    return _rounds(model, cache, cache.calls, prompt, plan_for, max_new_tokens, p_of, randomness, eos, on_round)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -503,7 +508,7 @@ def check_draft(model: Llama, draft, tree, cache: Cache, compile: bool) -> None:
         raise ValueError(f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}; "
                          "a draft must share the target's vocabulary")
     if compile:
-        compiled(Llama.score)                               # raises where there is no compiler
+        compiled(Llama.score, model.embed.weight.is_cuda)   # raises where there is no compiler
     if compile and isinstance(draft, Llama):
         raise ValueError("compiled steps are made for Chimera drafts; leave out --compile with a LLaMA as the draft")
     if isinstance(draft, Chimera) and draft.frozen["model"] is not model:

@@ -237,10 +237,13 @@ def new_draft(args, model: Llama, samples: list, cls: type[Chimera] = Chimera) -
 
 @torch.no_grad()
 def start_from(draft: Chimera, earlier: Chimera) -> None:
-    """Takes over every weight of the same name and shape: the vocabulary, and with it full heads, may differ. Steps
-    that the earlier draft lacks begin as its last."""
+    """Takes over every weight of the same name and shape, but full heads only if they are for the same vocabulary.
+    Steps that the earlier draft lacks begin as its last."""
     theirs, last = dict(earlier.named_parameters()), f"heads.{earlier.config.depth - 1}.weight"
     theirs = {name: theirs[last] for name, _ in draft.named_parameters() if name.startswith("heads.")} | theirs
+    ours, before = (None if d.vocab_ids is None else d.vocab_ids.tolist() for d in (draft, earlier))
+    if draft.config.heads == "full" and ours != before:
+        theirs = {name: weight for name, weight in theirs.items() if not name.startswith("heads.")}
     for name, parameter in draft.named_parameters():
         if name in theirs and theirs[name].shape == parameter.shape:
             parameter.copy_(theirs[name])

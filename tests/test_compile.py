@@ -15,7 +15,7 @@ TREES = ["chain:3", "2,3,2", "[[0],[1],[2],[0,0],[2,0],[2,1],[2,1,0]]"]
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    monkeypatch.setattr(speculative, "compiled", lambda step: step)
+    monkeypatch.setattr(speculative, "compiled", lambda step, cuda: step)
 
 
 def text(model, draft=None, compile=False, prompt=PROMPT, seed=0, **settings) -> list[int]:
@@ -93,9 +93,8 @@ def test_a_llama_as_draft_is_not_compiled():
 
 def test_without_a_compiler_the_message_names_the_way_out(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="install g\\+\\+, or leave out --compile"):
-        speculative.compiled.__wrapped__(lambda: None)
+        speculative.compiled.__wrapped__(lambda: None, cuda=False)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")

@@ -257,6 +257,14 @@ def test_an_interrupt_inside_a_pass_leaves_a_usable_cache(part, call, monkeypatc
     assert more == text(MODEL, [*start, 7], max_new_tokens=8)
 
 
+def test_of_two_calls_on_one_cache_only_the_newest_begins():
+    cache = Cache()
+    first, second = (generate(MODEL, [token], max_new_tokens=30, cache=cache) for token in (5, 6))
+    with pytest.raises(ValueError, match="another call has gone on with this cache"):
+        next(first)
+    assert cache.tokens == [] and sum(second, []) == text(MODEL, [6], max_new_tokens=30)
+
+
 def test_two_calls_cannot_take_turns_on_one_cache():
     cache = Cache()
     first = generate(MODEL, [5], max_new_tokens=30, cache=cache)

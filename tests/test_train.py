@@ -434,6 +434,17 @@ def test_a_run_can_start_from_an_earlier_draft(tmp_path, tiny_run):
     assert all(torch.allclose(second[name], weight, atol=1e-6) for name, weight in first.items())
 
 
+def test_full_heads_start_from_those_for_the_same_vocabulary_only():
+    model = tiny_llama()
+    earlier, same, other = (tiny_draft(model, seed, heads="full", draft_vocab=4) for seed in (1, 1, 2))
+    for parameter in earlier.parameters():
+        parameter.fill_(0.5)
+    for draft, all_taken in ((same, True), (other, False)):
+        train.start_from(draft, earlier)
+        taken = {name for name, weight in draft.named_parameters() if (weight == 0.5).all()}
+        assert "trigram_in.weight" in taken and ("heads.0.weight" in taken) == all_taken
+
+
 def test_killed_runs_resume_bit_for_bit(tmp_path, tiny_run):
     """kill -9 at three random moments, mostly in or near a save."""
     options = [*map(str, tiny_run), "--steps", "120", "--save_every", "1"]
