@@ -202,7 +202,7 @@ OPTIONS = {
     "dtype": dict(default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                   help="auto: bfloat16 on cuda, on a CPU the faster of float32 and bfloat16"),
     "compile": dict(action="store_true", help="torch.compile the steps, with and without the draft: faster, "
-                    "after a wait of half a minute"),
+                    "after a wait of half a minute to two"),
     "tree": dict(help="candidates per round: chain:K, nodes per depth as 4,8,8, or index paths as JSON; "
                  "not given: the draft's own"),
     "interactive": dict(action="store_true", help="a conversation: turns are read from standard input, a line each; "
