@@ -139,9 +139,10 @@ def main() -> None:
     options = parse_args()
     names = [name for number, name in enumerate(ARMS) if number in options.arms and (options.raw or name != RAW)]
     base = defaults(train.OPTIONS, data=options.data, steps=options.steps, save_every=options.steps, lr=options.lr,
-                    rank=0, world=1, draft_vocab=options.draft_vocab, dtype_used="bfloat16", device_used="cpu")
+                    rank=0, world=1, draft_vocab=options.draft_vocab, dtype_used=train.BUNDLED["dtype"],
+                    device_used="cpu")
     device, rows_file = torch.device("cpu"), Path(options.out) / "rows.json"
-    model, tok = load_target(options.ckpt, device, "bfloat16")
+    model, tok = load_target(options.ckpt, device, train.BUNDLED["dtype"])
     chat = choose_chat("auto", tok, options.ckpt)
     rows = json.loads(rows_file.read_text()) if rows_file.exists() else {}
     rows_file.parent.mkdir(parents=True, exist_ok=True)

@@ -169,18 +169,31 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [..., K], weight [N, K] -> x @ weight.T [..., N], by the kernel that is fastest here.
+AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"    # a CPU without AVX-512: it has no bfloat16 either
 
-    In bfloat16 on a CPU few rows are up to twice as fast as columns behind the weight, and one column takes longer than
-    two: one is doubled. (So a row also rounds the same alone and among others, more often than not.)
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., K], weight [N, K] -> x @ weight.T [..., N], by the kernel that is fastest here (all of them measured).
+
+    On a CPU few rows are up to twice as fast as columns behind the weight: in bfloat16 with AVX-512, in float32
+    without it. In bfloat16 one column takes longer than two: it is doubled. (So a row also rounds the same alone and
+    among others, more often than not.)
     """
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or x.numel() > 128 * x.shape[-1]:
+    few = weight.device.type == "cpu" and x.numel() <= (32 if AVX2 else 128) * x.shape[-1]
+    if not few or weight.dtype != (torch.float32 if AVX2 else torch.bfloat16):
         return F.linear(x, weight)
-    rows = x.reshape(-1, x.shape[-1])
-    M = len(rows)
-    out = weight @ (rows.expand(2, -1) if M == 1 else rows).t()                 # [N, M or 2]
-    return out[:, :M].t().view(*x.shape[:-1], -1)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if AVX2 and len(rows) == 1:
+        return split_product(weight, rows).view(*x.shape[:-1], -1)
+    out = weight @ (rows.expand(2, -1) if len(rows) == 1 else rows).t()         # [N, M or 2]
+    return out[:, :len(rows)].t().view(*x.shape[:-1], len(weight))
+
+
+def split_product(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """weight [N, K], row [1, K] -> [N]: a product with one vector runs on one core, so each gets a part of N."""
+    N, K = weight.shape
+    parts = math.gcd(N, torch.get_num_threads())
+    return torch.bmm(weight.view(parts, N // parts, K), row.t().expand(parts, K, 1)).view(N)
 
 
 class Linear(nn.Linear):
@@ -194,8 +207,8 @@ class Linear(nn.Linear):
 
 
 def lay_out(weight: torch.Tensor) -> torch.Tensor:
-    """The same matrix, stored as it is read fastest: in float32 on a CPU by columns, so that few rows cost as one."""
-    by_columns = weight.dim() == 2 and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    """The same matrix, stored as it is read fastest: float32 with AVX-512 by columns, so that few rows cost as one."""
+    by_columns = weight.dim() == 2 and weight.dtype == torch.float32 and weight.device.type == "cpu" and not AVX2
     return weight.t().contiguous().t() if by_columns else weight
 
 

@@ -9,6 +9,7 @@ import math
 import torch
 
 from draft import Chimera
+from model import AVX2
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -20,20 +21,48 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """matrix [N, K] -> nearly U V^T of its singular value decomposition: five Newton-Schulz steps, in bfloat16 unless
+    that is slow here."""
+    x = matrix.to(torch.float32 if AVX2 and matrix.device.type == "cpu" else torch.bfloat16)
+    x = x.t() if len(x) > x.shape[1] else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.t()
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.775 * gram) @ x
+    return x.t() if len(matrix) > matrix.shape[1] else x
+
+
+class Muon(torch.optim.Optimizer):
+    """As torch.optim.Muon (2.9) with adjust_lr_fn="match_rms_adamw" and no weight decay, which knows bfloat16 only."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], lr: float):
+        super().__init__(weights, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state["momentum"] = torch.zeros_like(weight)
+                mean = state["momentum"].lerp_(weight.grad, 0.05)
+                update = orthogonal(weight.grad.lerp(mean, 0.95))               # Nesterov
+                weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape)) * group["lr"])
+
+
 class Optimizer:
-    """AdamW for all weights, or Muon for the matrices that map states to states: torch's own, behind one face."""
+    """AdamW for all weights, or Muon for the matrices that map states to states, behind one face."""
 
     def __init__(self, draft: Chimera, name: str, lr: float):
-        """name: "adamw" or "muon"; ValueError where torch has no Muon (before 2.9)."""
-        if name == "muon" and not hasattr(torch.optim, "Muon"):
-            raise ValueError(f"torch {torch.__version__} has no Muon (2.9 has); use --optimizer adamw")
+        """name: "adamw" or "muon"."""
         groups = {"muon": [], "adamw": []}
         for part, weight in draft.named_parameters():       # full heads, as high as a vocabulary, are none of Muon's
             inner = weight.dim() == 2 and not (part.startswith("heads.") and draft.config.heads == "full")
             groups["muon" if name == "muon" and inner else "adamw"].append(weight)
         self.parts = [torch.optim.AdamW(groups["adamw"], lr=lr, weight_decay=0.0)]
         if groups["muon"]:
-            self.parts.append(torch.optim.Muon(groups["muon"], lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+            self.parts.append(Muon(groups["muon"], lr))
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -29,7 +29,7 @@ from data import HiddenCache, batch_order, collate, frequent_ids, load_samples
 from distill import distill
 from draft import Chimera, ChimeraConfig
 from loss import CHUNK, Meter, Weights, batch_loss
-from model import Llama, LlamaConfig
+from model import AVX2, Llama, LlamaConfig
 from optim import Optimizer, learning_rate
 from plot import training_chart
 from runs import Stop, load_run, open_log, over_processes, processes, save
@@ -159,7 +159,7 @@ OPTIONS = {
     "epochs": dict(type=float, default=2, help="passes over the data, if --steps is not given"),
     "batch_size": dict(type=int, default=8, help="samples per micro-batch"),
     "grad_accum": dict(type=int, default=1, help="micro-batches per optimiser step"),
-    "optimizer": dict(choices=["muon", "adamw"], default="muon" if hasattr(torch.optim, "Muon") else "adamw",
+    "optimizer": dict(choices=["muon", "adamw"], default="muon",
                       help="muon: for the matrices, AdamW for the rest; adamw: for all, the paper's"),
     "lr": dict(type=float, default=2e-3, help="peak learning rate (1e-3 with AdamW; 2e-4 suits a 7B target)"),
     "max_length": dict(type=int, default=512, help="tokens per sample, the rest is cut off; with --distill per prompt"),
@@ -186,7 +186,8 @@ OPTIONS = {
 
 
 BUNDLED = {"ckpt": str(STORIES), "data": [str(ASSETS / "written.jsonl.gz")], "steps": 100, "batch_size": 16,
-           "lr": 3e-3, "max_length": 256, "dtype": "bfloat16", "save_every": 50, "sampled_tree": "chain:2"}
+           "lr": 3e-3, "max_length": 256, "dtype": "float32" if AVX2 else "bfloat16", "save_every": 50,
+           "sampled_tree": "chain:2"}
 
 
 def parse_args() -> argparse.Namespace:

@@ -97,9 +97,9 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(draft, temperatu
         assert n == len(cache.tokens) - 1 == cache.drafter.length
         fresh = MODEL.new_cache(n)
         hidden = MODEL.hidden_states(torch.tensor([cache.tokens[:-1]]), fresh)[0]
-        assert all(torch.allclose(a[..., :n, :], b[..., :n, :], atol=1e-5) for a, b in zip(cache.kv.kv, fresh.kv))
+        assert all(torch.allclose(a[..., :n, :], b[..., :n, :], atol=1e-4) for a, b in zip(cache.kv.kv, fresh.kv))
         if isinstance(draft, Chimera):
-            assert torch.allclose(cache.drafter.newest[0], hidden[-1], atol=1e-5)   # the state of the ACCEPTED path
+            assert torch.allclose(cache.drafter.newest[0], hidden[-1], atol=1e-4)   # the state of the ACCEPTED path
     assert isinstance(draft, Chimera) or seen == {1, 2, 3, 4}           # rounds with none, some and all accepted
 
 

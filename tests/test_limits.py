@@ -112,7 +112,7 @@ def test_the_second_llamas_cache_is_that_of_a_fresh_prefill(name):
         assert state.cache.length == n and state.waiting == cache.tokens[n:-1]
         fresh = draft.new_cache(n + 1)
         draft.hidden_states(torch.tensor([cache.tokens[:n + 1]]), fresh)
-        assert all(torch.allclose(a[..., :n, :], b[..., :n, :], atol=1e-5) for a, b in zip(state.cache.kv, fresh.kv))
+        assert all(torch.allclose(a[..., :n, :], b[..., :n, :], atol=1e-4) for a, b in zip(state.cache.kv, fresh.kv))
     assert seen == {1, 5} if name == "itself" else seen >= {1, 2, 3}, seen
 
 

@@ -11,7 +11,8 @@ import torch
 from helpers import GOLDEN, edit_config, random_ids, save_checkpoint, tiny_llama
 from safetensors.torch import load_file, save_file
 
-from model import Llama, LlamaConfig, additive_mask, attend, lay_out, linear, rope_table
+import model as model_file
+from model import Llama, LlamaConfig, additive_mask, attend, lay_out, linear, rope_table, split_product
 from speculative import generate
 
 GOLDEN_NAMES = sorted(path.name for path in GOLDEN.iterdir())
@@ -89,13 +90,30 @@ def test_cached_decoding_equals_the_full_pass(groups, chunks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 7), (5, 1), (3, 4), (2, 100)])
+@pytest.mark.parametrize("shape", [(1, 0), (1, 1), (1, 2), (1, 7), (5, 1), (3, 4), (2, 100)])
 def test_linear_is_the_plain_product_in_every_layout(shape, dtype):
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(*shape, 48, generator=generator), torch.randn(20, 48, generator=generator)
     found = linear(x.to(dtype), lay_out(weight.to(dtype)))
     wanted = x.to(dtype).double() @ weight.to(dtype).double().t()
     assert found.shape == (*shape, 20) and torch.allclose(found.double(), wanted, rtol=0.01, atol=0.05)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (1, 1), (1, 3), (3, 4), (1, 33)])
+def test_linear_is_the_plain_product_on_a_cpu_without_avx512(shape, monkeypatch):
+    monkeypatch.setattr(model_file, "AVX2", True)
+    for dtype in (torch.float32, torch.bfloat16):
+        test_linear_is_the_plain_product_in_every_layout(shape, dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_one_row_is_split_over_the_cores(threads):
+    row, weight, before = torch.randn(1, 48), torch.randn(20, 48), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.testing.assert_close(split_product(weight, row), weight @ row[0])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_row_in_bfloat16_rounds_alike_alone_and_among_others():

@@ -23,13 +23,14 @@ from safetensors import safe_open
 
 import common
 import loss
+import optim
 import train
 from data import HiddenCache, collate
 from distill import answer_batch
 from draft import Chimera, ChimeraConfig
 from loss import Meter, Weights, batch_loss
 from model import Llama, LlamaConfig
-from optim import Optimizer, learning_rate
+from optim import Muon, Optimizer, learning_rate
 
 ROOT = Path(train.__file__).parent
 
@@ -250,16 +251,22 @@ def test_muon_moves_the_matrices_but_full_heads_and_adamw_the_rest(heads, name):
     owner = {id(p): type(part) for part in optimizer.parts for group in part.param_groups for p in group["params"]}
     for key, weight in draft.named_parameters():
         matrix = name == "muon" and weight.dim() == 2 and (heads == "light" or "heads" not in key)
-        assert owner[id(weight)] is (torch.optim.Muon if matrix else torch.optim.AdamW)
+        assert owner[id(weight)] is (Muon if matrix else torch.optim.AdamW)
         assert (weight != before[key]).any()
 
 
-def test_a_torch_without_muon_is_told(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    draft = trainable_draft(tiny_llama())
-    with pytest.raises(ValueError, match="--optimizer adamw"):
-        Optimizer(draft, "muon", 1e-3)
-    assert len(Optimizer(draft, "adamw", 1e-3).param_groups) == 1
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it since 2.9")
+@pytest.mark.parametrize("shape", [(6, 6), (4, 10), (10, 4)])
+@pytest.mark.parametrize("slow_bfloat16", [False, True])
+def test_muon_steps_as_torch_s_does(shape, slow_bfloat16, monkeypatch):
+    monkeypatch.setattr(optim, "AVX2", slow_bfloat16)
+    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    both = (Muon([ours], 0.1), torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    for seed in range(5):
+        ours.grad = theirs.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for optimizer in both:
+            optimizer.step()
+    assert (ours - 1).abs().mean() > 0.05 and (ours - theirs).abs().max() < 0.02
 
 
 def digest(model) -> str:
