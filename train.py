@@ -185,8 +185,8 @@ OPTIONS = {
 }
 
 
-BUNDLED = {"ckpt": str(STORIES), "data": [str(ASSETS / "written.jsonl.gz")], "steps": 100, "batch_size": 16,
-           "lr": 3e-3, "max_length": 256, "dtype": "float32" if AVX2 else "bfloat16", "save_every": 50,
+BUNDLED = {"ckpt": str(STORIES), "data": [str(ASSETS / "written.jsonl.gz")], "steps": 70, "batch_size": 16,
+           "lr": 3e-3, "max_length": 256, "dtype": "float32" if AVX2 else "bfloat16", "save_every": 35,
            "sampled_tree": "chain:2"}
 
 
