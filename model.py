@@ -182,18 +182,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     few = weight.device.type == "cpu" and x.numel() <= (32 if AVX2 else 128) * x.shape[-1]
     if not few or weight.dtype != (torch.float32 if AVX2 else torch.bfloat16):
         return F.linear(x, weight)
+    if AVX2 and x.numel() == x.shape[-1]:
+        return split_product(x, weight)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if AVX2 and len(rows) == 1:
-        return split_product(weight, rows).view(*x.shape[:-1], -1)
     out = weight @ (rows.expand(2, -1) if len(rows) == 1 else rows).t()         # [N, M or 2]
     return out[:, :len(rows)].t().view(*x.shape[:-1], len(weight))
 
 
-def split_product(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """weight [N, K], row [1, K] -> [N]: a product with one vector runs on one core, so each gets a part of N."""
+def split_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """linear() of one row: a product with one vector would run on one core, so each gets a part of the weight."""
     N, K = weight.shape
     parts = math.gcd(N, torch.get_num_threads())
-    return torch.bmm(weight.view(parts, N // parts, K), row.t().expand(parts, K, 1)).view(N)
+    out = torch.bmm(weight.view(parts, N // parts, K), x.reshape(1, K, 1).expand(parts, K, 1))
+    return out.view(*x.shape[:-1], N)
 
 
 class Linear(nn.Linear):
